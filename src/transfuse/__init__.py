@@ -73,6 +73,7 @@ if typing.TYPE_CHECKING:
     from transfuse._report import Report, Step
     from transfuse._rules import Concat, MapPath, Rename, Slice, Split
     from transfuse._session.context import Partial
+    from transfuse._session.pending import Pending
     from transfuse._state.leaves.codec import MeshDescription
     from transfuse._tls import TLS
     from transfuse._transport import PGTransport
@@ -102,6 +103,7 @@ __all__ = [
     "PeerNotTrusted",
     "PeerRefused",
     "PeerTimeout",
+    "Pending",
     "Progress",
     "ProtocolError",
     "ReceiveFailed",
@@ -151,6 +153,7 @@ _HOMES = {
     "_report": ("Report", "Step"),
     "_rules": ("Concat", "MapPath", "Rename", "Slice", "Split"),
     "_session.context": ("Partial",),
+    "_session.pending": ("Pending",),
     "_state.leaves.codec": ("MeshDescription",),
     "_tls": ("TLS",),
     "_transport": ("PGTransport",),

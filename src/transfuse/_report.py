@@ -90,6 +90,9 @@ class Report:
     by_source: dict[int, int] = field(default_factory=dict)
     #: Bytes that a receive with ``delta`` or ``resume`` had already.
     kept_bytes: int = 0
+    #: How many bytes lay aside until they were installed, and how long that took: with ``wait=False``.
+    held_bytes: int = 0
+    install_seconds: float = 0.0
     parcels: int = 0
     #: How many connections brought parcels. For a send: the most to one receiver.
     connections: int = 1
@@ -234,6 +237,7 @@ class Report:
             ),
             *((("  relayed", human_bytes(self.relayed_bytes)),) if self.relayed_bytes else ()),
             *((("kept", human_bytes(self.kept_bytes)),) if self.kept_bytes else ()),
+            *((("held", human_bytes(self.held_bytes)),) if self.held_bytes else ()),
             *((("used again", ", ".join(self.reused)),) if self.reused else ()),
             ("integrity", f"{verified}, {self.repaired} parcels repaired"),
             *((("torn", f"{len(self.torn):,} leaves: {_brief(', '.join(self.torn))}"),) if self.torn else ()),

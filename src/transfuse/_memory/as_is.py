@@ -160,21 +160,48 @@ class AsIs(Landing):
         return dense.over(target.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
     def places(self, region: int) -> list[RegionPlace]:
-        members = self._regions.members(region)
         result: list[RegionPlace] = []
-        for row in members:
+        for row in self._regions.members(region):
             target = self._destinations[row]
             if target is not None:
-                place = place_in_tensor(target, self.manifest.tensors.form(row), int(self.manifest.tensors.flags[row]))
+                place = self._place_in(target, row)
                 if not any(_same_place(place, other) for other in result):
                     result.append(place)
-        number = int(self._regions.storage[region])
-        if number in self._arena and (not members or self._fresh[list(members)].any()):
-            memory = self._arena.bytes_of(number)
-            result.append(
-                place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._regions.region(region))
-            )
+        return result + self.fresh_places(region)
+
+    def _place_in(self, target: torch.Tensor, row: int) -> RegionPlace:
+        return place_in_tensor(target, self.manifest.tensors.form(row), int(self.manifest.tensors.flags[row]))
+
+    def fresh_places(self, region: int) -> list[RegionPlace]:
+        members, number = self._regions.members(region), int(self._regions.storage[region])
+        if number not in self._arena or (members and not self._fresh[list(members)].any()):
+            return []
+        memory = self._arena.bytes_of(number)
+        return [place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._regions.region(region))]
+
+    @cached_property
+    def in_targets(self) -> Bools:
+        rows = self._regions.tensor
+        result: Bools = (rows >= 0) & (self._in_target[np.maximum(rows, 0)] if len(self._in_target) else rows >= 0)
+        for region in self._regions.also:
+            result[region] = self._in_target[list(self._regions.members(region))].any()
         return result
+
+    @property
+    def also_fresh(self) -> Sequence[int]:
+        return [region for region in self._regions.also if self.in_targets[region] and self.fresh_places(region)]
+
+    def scratch(self, leaf: int) -> tuple[list[torch.Tensor], list[tuple[int, RegionPlace]]]:
+        tensors: list[torch.Tensor] = []
+        places: list[tuple[int, RegionPlace]] = []
+        for row in range(*self.manifest.first_tensors[leaf : leaf + 2].tolist()):
+            target = self._destinations[row]
+            assert target is not None
+            tensors.append(target.detach().clone())
+            regions = np.flatnonzero(self._regions.tensor == row).tolist()
+            regions += [region for region, others in self._regions.also.items() if row in others]
+            places += [(region, self._place_in(tensors[-1], row)) for region in regions]
+        return tensors, places
 
     def tensors_of(self, chosen: Bools) -> Bools:
         regions, tensors = self._regions, self.manifest.tensors

@@ -24,6 +24,7 @@ from transfuse._plan import parcels
 from transfuse._plan.apply_rules import BlockPair
 from transfuse._plan.catalogue import Catalogue, Late
 from transfuse._plan.cohorts import Cohort
+from transfuse._plan.destinations import Destination
 from transfuse._plan.match import Prepared, prepare
 from transfuse._plan.needed_blocks import NeededBlocks
 from transfuse._plan.outline import Outline
@@ -201,17 +202,49 @@ class Assembly(Landing):
 
     def places(self, region: int) -> list[RegionPlace]:
         need = self._needed.blocks[int(self._pieces.need[region])]
-        n = len(need.block.start)
-        first, sizes = self._pieces.start[region, :n].tolist(), self._pieces.sizes[region, :n].tolist()
-        result = []
-        for destination, at in need.destinations:
-            offset = destination.offset + sum(
-                (a + f - b) * s for a, f, b, s in zip(at, first, need.block.start, destination.strides, strict=True)
-            )
-            kind = dense.ITEM_TYPES[destination.item] if destination.wire is None else destination.tensor.dtype
-            view = dense.over(destination.tensor.untyped_storage(), kind, offset, *merged(sizes, destination.strides))
-            result.append(RegionPlace(view, 0, destination.signs, destination.wire))
+        return [self._place_in(destination, at, region) for destination, at in need.destinations]
+
+    def _place_in(self, destination: Destination, at: tuple[int, ...], region: int) -> RegionPlace:
+        """The place of a piece in a tensor in which its block begins at ``at``."""
+        begin = self._needed.blocks[int(self._pieces.need[region])].block.start
+        first, sizes = (column[region, : len(begin)].tolist() for column in (self._pieces.start, self._pieces.sizes))
+        offset = destination.offset + sum(
+            (a + f - b) * s for a, f, b, s in zip(at, first, begin, destination.strides, strict=True)
+        )
+        kind = dense.ITEM_TYPES[destination.item] if destination.wire is None else destination.tensor.dtype
+        view = dense.over(destination.tensor.untyped_storage(), kind, offset, *merged(sizes, destination.strides))
+        return RegionPlace(view, 0, destination.signs, destination.wire)
+
+    def fresh_places(self, region: int) -> list[RegionPlace]:
+        need = self._needed.blocks[int(self._pieces.need[region])]
+        return [self._place_in(one, at, region) for one, at in need.destinations if one.fresh]
+
+    @property
+    def in_targets(self) -> Bools:
+        blocks = self._needed.blocks
+        placed = np.array([any(not one.fresh for one, _ in need.destinations) for need in blocks], dtype=bool)
+        result: Bools = placed[self._pieces.need]
         return result
+
+    @property
+    def also_fresh(self) -> Sequence[int]:
+        both = [len({one.fresh for one, _ in need.destinations}) > 1 for need in self._needed.blocks]
+        return np.flatnonzero(np.array(both, dtype=bool)[self._pieces.need]).tolist()
+
+    def scratch(self, leaf: int) -> tuple[list[torch.Tensor], list[tuple[int, RegionPlace]]]:
+        tensors: list[torch.Tensor] = []
+        places: list[tuple[int, RegionPlace]] = []
+        for destination in self._needed.destinations:
+            if destination.fresh or destination.leaf != self._needed.partner[leaf]:
+                continue
+            copy = replace(destination, tensor=destination.tensor.detach().clone())
+            tensors.append(copy.tensor)
+            for number, need in enumerate(self._needed.blocks):
+                for one, at in need.destinations:
+                    if one is destination or (destination in need.tied and one.is_same(destination)):
+                        pieces = np.flatnonzero(self._pieces.need == number).tolist()
+                        places += [(region, self._place_in(copy, at, region)) for region in pieces]
+        return tensors, places
 
     def tensors_of(self, regions: Bools) -> Bools:
         chosen = np.zeros(len(self._needed.blocks), dtype=bool)

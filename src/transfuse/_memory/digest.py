@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import xxhash
 
@@ -16,6 +17,8 @@ import xxhash
 Run: TypeAlias = tuple[int, int]
 
 WIDE_BYTES = 16
+#: A column of digests of 128 bits.
+WideDigests: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
 
 def digest_of(data: torch.Tensor | Run) -> int:

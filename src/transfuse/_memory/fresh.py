@@ -13,7 +13,7 @@ import torch
 
 from transfuse._errors import LimitExceeded
 from transfuse._limits import Limits
-from transfuse._memory.arena import Arena
+from transfuse._memory.arena import Arena, HeldMemory
 from transfuse._state.leaves import dense
 from transfuse._state.manifest import Manifest
 from transfuse._state.tensors import Bools, device_type, on_cpu
@@ -31,6 +31,13 @@ class FreshMemory(NamedTuple):
     local_tensors: Mapping[int, torch.Tensor]
     #: With ``atomic``, the copies that are written before the targets, unless the arena has them.
     copies: Sequence[torch.Tensor]
+    #: The parcels that are held aside, if any are.
+    held: HeldMemory | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes arrive fresh."""
+        return self.arena.nbytes + sum(tensor.nbytes for tensor in self.local_tensors.values())
 
     def fits(self, tensors: Bools, local_shapes: Mapping[int, tuple[int, ...]]) -> bool:
         """Whether this memory serves these tensors and local tensors of the same manifest.

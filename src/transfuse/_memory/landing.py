@@ -19,6 +19,7 @@ import torch
 
 from transfuse._memory import device_copies
 from transfuse._memory.building import Builder
+from transfuse._memory.digest import WideDigests
 from transfuse._memory.fresh import FreshMemory
 from transfuse._memory.packing import RegionPlace
 from transfuse._plan.parcels import Parcels
@@ -102,6 +103,24 @@ class Landing(ABC):
     def tensors_of(self, regions: Bools) -> Bools:
         """Which tensors get bytes from these regions."""
 
+    @property
+    @abstractmethod
+    def in_targets(self) -> Bools:
+        """Whether the region has a place in a target."""
+
+    @property
+    @abstractmethod
+    def also_fresh(self) -> Sequence[int]:
+        """The regions that have a place in a target and another one in fresh memory."""
+
+    @abstractmethod
+    def fresh_places(self, region: int) -> list[RegionPlace]:
+        """The places of a region that lie in fresh memory."""
+
+    @abstractmethod
+    def scratch(self, leaf: int) -> tuple[list[torch.Tensor], list[tuple[int, RegionPlace]]]:
+        """Copies of the tensors in the target of a composite leaf, and the place in them of each of its regions."""
+
     # -- a row for each tensor
 
     @property
@@ -181,6 +200,16 @@ class Landing(ABC):
         if self.atomic:
             return np.zeros(len(self.placed), dtype=bool)
         return self.tensors_of(self._touched) & self.placed
+
+    # -- what the targets have already
+
+    @property
+    def before(self) -> Landing:
+        """Where a region lies that was in the targets before anything arrived."""
+        return self
+
+    def keep_digests(self, numbers: Sequence[int] | Ints, digests: WideDigests) -> None:
+        """Remember the digests of parcels that a comparison has found in the targets, if somebody asks again later."""
 
     # -- what has arrived
 

@@ -104,10 +104,16 @@ class Ledger:
             self._changed.notify_all()
 
     @property
+    def kept(self) -> Bools:
+        """Which parcels were here before and are right."""
+        with self._changed:
+            return self._landed & (self._holder == KEPT)
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of the parcels that were here before and are right."""
         with self._changed:
-            return int(self._nbytes[self._landed & (self._holder == KEPT)].sum())
+            return int(self._nbytes[self.kept].sum())
 
     @property
     def unasked_bytes(self) -> int:

@@ -15,10 +15,12 @@ import numpy as np
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from transfuse._errors import ProtocolError, TransfuseError
-from transfuse._memory import streams
+from transfuse._memory import packing, streams
 from transfuse._memory.as_is import AsIs, ReusablePlan
 from transfuse._memory.assembled import Assembly, assemble
+from transfuse._memory.digest import WIDE_BYTES, WideDigests
 from transfuse._memory.fresh import MemorySupply
+from transfuse._memory.held import HeldParcels
 from transfuse._memory.landing import Landing
 from transfuse._options import Options
 from transfuse._plan.cohorts import Cohort
@@ -59,6 +61,28 @@ class Accepted:
     def covered_by(self, ranks: set[int]) -> bool:
         """Whether these sources hold all parcels that have not landed. Call it under the ledger's lock."""
         return bool((self.ledger.landed | self.landing.shares.covered_by(frozenset(ranks))).all())
+
+    @property
+    def kept(self) -> Bools:
+        """Which parcels lie in the targets since before this receive, and are right."""
+        return self.ledger.kept & ~np.asarray(self.resumed)
+
+    def check_room(self) -> None:
+        """Raise if more has to be held aside than may be allocated. Call it under the ledger's lock."""
+        if isinstance(self.landing, HeldParcels):
+            self.landing.check_room((self.ledger.kept | self.ledger.uncompared) & ~np.asarray(self.resumed))
+
+    def digests_of(self, numbers: Sequence[int], seconds: float) -> WideDigests:
+        """Digests of parcels that may be here already. Those that were in the targets are remembered."""
+        chosen = np.asarray(numbers, dtype=np.int64)
+        before = (self.ledger.doubted(numbers) < 0) & ~np.broadcast_to(self.resumed, len(self.ledger))[chosen]
+        result = np.zeros(len(chosen), dtype=f"V{WIDE_BYTES}")
+        for landing, some in ((self.landing.before, before), (self.landing, ~before)):
+            # Both ends hash at the same time.
+            digests = packing.wide_digests_of(self.landing.cut, landing, chosen[some].tolist(), seconds)
+            result[some] = np.frombuffer(b"".join(digests), dtype=result.dtype)
+        self.landing.keep_digests(chosen[before], result[before])
+        return result
 
     def leaves_of(self, numbers: Sequence[int]) -> list[str]:
         """Paths of the leaves to which these parcels belong."""
@@ -128,13 +152,15 @@ def accept(
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    ledger, resumed = _open_ledger(landing, request, context, changed)
+    held = request.hold and bool(landing.in_targets.any())
+    lands = HeldParcels(landing, supply, delta=options.delta) if held else landing
+    ledger, resumed = _open_ledger(lands, request, context, changed)
     return Accepted(
         described,
         parcel_bytes,
         build_context,
         registry,
-        landing,
+        lands,
         ledger,
         resumed,
         cohorts,

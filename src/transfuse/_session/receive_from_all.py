@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfuse._errors import PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
+from transfuse._errors import LimitExceeded, PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.shares import Share
+from transfuse._session.arrived import Arrived
 from transfuse._session.context import Context, Partial, ReceiveRequest
 from transfuse._session.negotiation import Negotiator
 from transfuse._session.roster import Roster
@@ -202,6 +203,10 @@ class Receive:
                 roster.progress[one].bytes = ledger.bytes_from(one)
             roster.report.kept_bytes = ledger.kept_bytes
             roster.count()
+            try:
+                roster.accepted.check_room()
+            except LimitExceeded as error:
+                roster.fail(error)
 
     def confirmed(self, rank: int) -> None:
         with self.roster.changed:
@@ -315,6 +320,8 @@ class Receive:
         try:
             self.ask_permission(atomic=True)
             accepted = self.roster.accepted
+            if self.roster.request.hold:
+                return Arrived(accepted, self.roster.context, self.roster.request.outline)
             return accepted.landing.finish(accepted.build_context, accepted.registry, self.roster.context.timeout)
         except TransfuseError:
             raise

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from transfuse._errors import PeerError, PeerLost, ProtocolError
-from transfuse._memory import packing, streams, vm
+from transfuse._memory import streams, vm
 from transfuse._memory.digest import WIDE_BYTES
 from transfuse._phases import RELAYING, Phase
 from transfuse._session.connections import ReceiverLanes, how_many
@@ -350,13 +350,11 @@ class _Tasks:
         with self._roster.phase(channel, Phase.COMPARE):
             channel.send(Message.COMPARE, messages.encode(messages.More(self._conversation.pairs(numbers))))
             streams.complete(channel.timeout)  # Copies for the hash then have a deadline of their own.
-            # Both ends hash at the same time.
-            mine = packing.wide_digests_of(self._conversation.cut, self._conversation.landing, numbers, channel.timeout)
+            mine = self._conversation.accepted.digests_of(numbers, channel.timeout)
             theirs = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests).digests
         if len(theirs) != WIDE_BYTES * len(numbers):
             raise ProtocolError(channel.peer, f"rank {channel.peer} compared parcels that it was not asked about")
-        ours = np.frombuffer(b"".join(mine), dtype="V16")
-        self._receive.compared(channel.peer, numbers, ours == np.frombuffer(theirs, dtype="V16"))
+        self._receive.compared(channel.peer, numbers, mine == np.frombuffer(theirs, dtype=mine.dtype))
 
     def _confirm(self) -> None:
         """Ask the source whether its tensors are unchanged since it described them."""

@@ -1,0 +1,261 @@
+"""Parcels that are held aside: they land in memory of their own, as they travel, until the targets may be written.
+
+:class:`HeldParcels` stands in front of a plan that lands in targets. Every region that has a place in a target lands
+here instead, in the order in which it travels; a region that has none lands where the plan says. :meth:`install` then
+writes everything that is held into the targets of the plan.
+
+The memory is a range of addresses that has room for every parcel. The kernel gives pages to it where something lands,
+and only there. So a parcel that a comparison has found in the targets already takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from transfuse._errors import LimitExceeded, StateError
+from transfuse._memory import packing, streams, vm
+from transfuse._memory.arena import HeldMemory
+from transfuse._memory.building import Builder
+from transfuse._memory.device_copies import PinnedPair
+from transfuse._memory.digest import WIDE_BYTES, WideDigests
+from transfuse._memory.fresh import FreshMemory, MemorySupply
+from transfuse._memory.landing import Built, Copy, Landing
+from transfuse._memory.packing import LARGEST_ITEM, RegionPlace
+from transfuse._plan.parcels import Extent
+from transfuse._state.leaves import dense
+from transfuse._state.region import Ints
+from transfuse._state.tensors import Bools
+
+class HeldParcels(Landing):
+    """Lands parcels aside that a plan would land in targets. Regions, tensors and leaves are numbered as in the plan."""
+
+    def __init__(self, plan: Landing, supply: MemorySupply, *, delta: bool) -> None:
+        """``delta``: only a part may have to land."""
+        self.plan = plan
+        self.manifest, self.cut, self.shares = plan.manifest, plan.cut, plan.shares
+        self.atomic = True
+        #: Which regions are held, and which parcels have such regions.
+        self._aside = plan.in_targets
+        self.of_targets: Bools = ~self.cut.of_all_regions(~self._aside)
+        #: How many bytes all parcels would take, each with room for items of any size.
+        self._sizes = np.where(self.of_targets, -(-self.cut.nbytes // LARGEST_ITEM) * LARGEST_ITEM, 0)
+        self._limits = supply.limits
+        nbytes = int(self._sizes.sum())
+        memory = None if supply.kept is None else supply.kept.held
+        if not delta:
+            self.check_room(np.zeros(len(self.cut), dtype=bool))
+        if memory is None or memory.nbytes != nbytes:
+            try:
+                memory = HeldMemory(nbytes, whole=not delta)
+            except RuntimeError as error:
+                raise LimitExceeded(f"no room for {nbytes} bytes that are held aside: {error}") from error
+        self._held = memory
+        #: The digests of the parcels that a comparison has found in the targets: 16 bytes each.
+        self._digests = np.zeros(len(self.cut), dtype=f"V{WIDE_BYTES}")
+        self.begin()
+
+    def check_room(self, kept: Bools) -> None:
+        """Raise if more has to be held than may be allocated. ``kept``: parcels that the targets have, or may have."""
+        fresh, aside = self.plan.memory.nbytes, int(self._sizes[~kept].sum())
+        if fresh + aside > self._limits.max_receive_bytes:
+            raise LimitExceeded(
+                f"{aside} bytes have to be held aside until they are installed, and {fresh} bytes arrive fresh: more "
+                f"than max_receive_bytes={self._limits.max_receive_bytes}; raise it, or wait for the bytes (wait=True) "
+                "without atomic=True"
+            )
+
+    def nbytes(self, kept: Bools) -> int:
+        """How many bytes are held if these parcels were kept."""
+        return int(self.cut.nbytes[self.of_targets & ~kept].sum())
+
+    # -- where regions land
+
+    @cached_property
+    def _starts(self) -> Ints:
+        """For each region, where in the memory it begins."""
+        begins = np.cumsum(self._sizes) - self._sizes
+        last = np.searchsorted(self.cut.first, np.arange(len(self.cut.regions)), side="right") - 1
+        # The parcels of a region that is cut into several lie one after another: all but the last are of one size.
+        first = np.searchsorted(self.cut.first, self.cut.first[last], side="left")
+        result: Ints = begins[first] + self.cut.position
+        return result
+
+    @cached_property
+    def addresses(self) -> Ints:
+        return np.where(self._aside, self._starts + self._held.bytes.data_ptr(), self.plan.addresses)
+
+    @cached_property
+    def has_single_place(self) -> Bools:
+        return self._aside | self.plan.has_single_place
+
+    @cached_property
+    def convert(self) -> Bools:
+        return self.plan.convert & ~self._aside
+
+    @property
+    def held(self) -> Bools:
+        return self.plan.held
+
+    @property
+    def in_targets(self) -> Bools:
+        return np.zeros(len(self.cut.regions), dtype=bool)
+
+    @property
+    def also_fresh(self) -> Sequence[int]:
+        return ()
+
+    def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
+        if not self._aside[region]:
+            return self.plan.run(region, low, high)
+        start = int(self._starts[region])
+        return self._held.bytes[start + low : start + high]
+
+    def places(self, region: int) -> list[RegionPlace]:
+        if not self._aside[region]:
+            return self.plan.places(region)
+        item = int(self.cut.regions.item[region])
+        offset, count = int(self._starts[region]) // item, int(self.cut.regions.nbytes[region]) // item
+        storage = self._held.bytes.untyped_storage()
+        return [RegionPlace(dense.over(storage, dense.ITEM_TYPES[item], offset, (count,), (1,)))]
+
+    def fresh_places(self, region: int) -> list[RegionPlace]:
+        return self.plan.fresh_places(region)
+
+    def scratch(self, leaf: int) -> tuple[list[torch.Tensor], list[tuple[int, RegionPlace]]]:
+        return self.plan.scratch(leaf)
+
+    def tensors_of(self, regions: Bools) -> Bools:
+        return self.plan.tensors_of(regions)
+
+    # -- tensors and leaves
+
+    @property
+    def placed(self) -> Bools:
+        return self.plan.placed
+
+    @property
+    def leaf(self) -> Ints:
+        return self.plan.leaf
+
+    @property
+    def paths(self) -> Sequence[str]:
+        return self.plan.paths
+
+    def targets(self, tensors: Ints) -> tuple[list[torch.Tensor], list[object]]:
+        return self.plan.targets(tensors)
+
+    def copies(self) -> Iterator[Copy]:
+        yield from ()
+
+    @property
+    def fingerprint(self) -> int:
+        return ~self.plan.fingerprint  # What lies aside is not where the plan alone would land it.
+
+    @property
+    def memory(self) -> FreshMemory:  # type: ignore[override]
+        return self.plan.memory._replace(held=self._held)
+
+    # -- what has been written
+
+    @property
+    def writes_targets(self) -> bool:
+        return False
+
+    def torn(self) -> tuple[str, ...]:
+        return self.plan.torn()
+
+    def bump_versions(self) -> None:
+        self.plan.bump_versions()
+
+    def fill_copies(self, seconds: float) -> None:
+        pass
+
+    # -- what the targets have already
+
+    @property
+    def before(self) -> Landing:
+        return self.plan
+
+    def keep_digests(self, numbers: Sequence[int] | Ints, digests: WideDigests) -> None:
+        self._digests[np.asarray(numbers, dtype=np.int64)] = digests
+
+    def changed(self, kept: Bools, seconds: float) -> list[str]:
+        """Paths of the leaves in which parcels that were kept are no longer what they were."""
+        numbers = np.flatnonzero(kept)
+        now = packing.wide_digests_of(self.cut, self.plan, numbers.tolist(), seconds)
+        differ = numbers[np.frombuffer(b"".join(now), dtype=self._digests.dtype) != self._digests[numbers]]
+        regions = {extent.region for number in differ.tolist() for extent in self.cut.extents(number)}
+        return self.plan.paths_of(sorted(regions))
+
+    # -- the result
+
+    def build(self, builder: Builder) -> Built:
+        """Build the state, and examine what is held. Leaves in targets have their old bytes until :meth:`install`."""
+        for region in self.plan.also_fresh:
+            self._put(region, self.plan.fresh_places(region))
+        built = self.plan.build(builder)
+        for leaf, _ in built.settling:
+            if builder.checks_data(leaf):
+                tensors, places = self.plan.scratch(leaf)
+                for region, place in places:
+                    self._put(region, [place])
+                builder.examine(leaf, tensors)
+        return built
+
+    def _put(self, region: int, places: Sequence[RegionPlace]) -> None:
+        """Copy a region that is held, whole, to these places."""
+        nbytes = int(self.cut.regions.nbytes[region])
+        run = self.run(region, 0, nbytes)
+        assert run is not None
+        for place in places:
+            packing.put(place, Extent(region, 0, nbytes, 0), run)
+
+    def install(self, kept: Bools, seconds: float) -> None:
+        """Write what is held into the targets. ``kept``: parcels that the targets have already.
+
+        ``seconds``: how long a copy to a device may be under way. May be called again after an error.
+        """
+        plan = self.plan
+        ranges = self.cut.ranges(np.flatnonzero(self.of_targets & ~kept))
+        region, aside = ranges.region, self._aside[ranges.region]
+        straight = aside & (plan.addresses[region] > 0)
+        plan.touch(np.unique(region[aside]))
+        self._copy_runs(region[straight], ranges.low[straight], ranges.nbytes[straight])
+        self._unpack(np.unique(ranges.parcel[aside & ~straight]).tolist(), seconds)
+
+    def _copy_runs(self, region: Ints, low: Ints, nbytes: Ints) -> None:
+        """Copy ranges of regions that are one run of main memory in the targets."""
+        theirs, mine = (vm.ranges(place.addresses[region] + low, nbytes) for place in (self, self.plan))
+        try:
+            vm.copy(theirs, mine, workers=vm.threads(), is_mapped=True)
+        except OSError as error:
+            packing.check_reach(self.plan, region, mine, write=True)
+            raise StateError(f"the targets could not be written: {error}") from error
+
+    def _unpack(self, numbers: Sequence[int], seconds: float) -> None:
+        """Write the regions of these parcels that are no runs of main memory in the targets."""
+        others = self._aside & (self.plan.addresses == 0)
+        begins = np.cumsum(self._sizes) - self._sizes
+        largest = int(self.cut.nbytes[numbers].max(initial=0))
+        inherited = streams.inherit()
+
+        def work(some: Iterator[int]) -> None:
+            with inherited(), torch.inference_mode(False), torch.no_grad():
+                devices = streams.entered()
+                pieces = PinnedPair(largest if devices else 0, devices, seconds)
+                for number in some:
+                    start, size = int(begins[number]), int(self.cut.nbytes[number])
+                    held = self._held.bytes[start : start + size]
+                    if not devices:
+                        packing.unpack_some(self.plan, self.cut, number, held, others)
+                        continue
+                    with pieces.turn() as buffer:
+                        buffer[:size].copy_(held)
+                        packing.unpack_some(self.plan, self.cut, number, buffer, others)
+                pieces.reach_all()
+
+        vm.share_out(numbers, work, min(vm.threads(), len(numbers) // 2), "transfuse-install")

@@ -1,0 +1,79 @@
+"""A state that has arrived and is verified, and is held aside until the caller has it installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transfuse._errors import StateError
+from transfuse._memory.building import Builder
+from transfuse._memory.held import HeldParcels
+from transfuse._memory.streams import devices_of
+from transfuse._plan.match import prepare
+from transfuse._plan.outline import Outline, outline
+from transfuse._session.context import Context
+from transfuse._session.planning import Accepted
+from transfuse._state.tensors import Bools
+
+
+class Arrived:
+    """What a receive that holds has brought. It may be installed again if that has failed or was interrupted."""
+
+    def __init__(self, accepted: Accepted, context: Context, outline: Outline | None) -> None:
+        """Build the state, and examine it. No target is written."""
+        self._builder = Builder(accepted.landing.manifest, accepted.build_context, accepted.registry)
+        self._landing = accepted.landing
+        self._built = accepted.landing.build(self._builder)
+        self._kept: Bools = accepted.kept
+        self._target = accepted.target
+        self._outline = outline
+        self._limits, self._seconds = context.limits, context.timeout
+        #: Lets later receives use the plan again. Called when this one needs it no more.
+        self.remember: Callable[[], None] = lambda: None
+        if isinstance(self._landing, HeldParcels):
+            context.report.held_bytes = self._landing.nbytes(self._kept)
+
+    @property
+    def state(self) -> Any:
+        """The tree of the state, whose targets have their old bytes until :meth:`install`."""
+        return self._built.state
+
+    @property
+    def devices(self) -> set[Any]:
+        """The accelerators on which targets lie."""
+        return devices_of(self._target.leaves)
+
+    def check(self, tree: Callable[[], object] | None) -> None:
+        """Raise if the targets are no longer those for which this was planned. No target is written.
+
+        ``tree``: returns the target's tree of now. None: it is made of the same tensors.
+        """
+        if self._outline is None or not isinstance(self._landing, HeldParcels):
+            return
+        target = prepare(self._target.target if tree is None else tree(), self._limits)
+        now = outline(target, self._limits)
+        if now is None or not now.is_like(self._outline):
+            raise StateError(
+                "the target is not what it was when this was fetched: tensors have moved, or have another shape, type "
+                "or storage. Nothing was written; fetch again"
+            )
+        if not now.can_be_written():
+            raise StateError("memory of the target can no longer be written. Nothing was written; fetch again")
+
+    def install(self) -> None:
+        """Write the targets. Raises before anything is written if what they had already is no longer there."""
+        landing = self._landing
+        if isinstance(landing, HeldParcels):
+            changed = landing.changed(self._kept, self._seconds)
+            if changed:
+                raise StateError(
+                    f"{len(changed)} leaves have changed since they were compared with the source's, and delta=True "
+                    f"has kept parts of them: {', '.join(changed[:10])}{', …' if len(changed) > 10 else ''}. Nothing "
+                    "was written; fetch again, or change nothing of the target before install()"
+                )
+            try:
+                landing.install(self._kept, self._seconds)
+            finally:
+                landing.bump_versions()
+        for leaf, target in self._built.settling:
+            self._builder.settle(leaf, target)
