@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Self, SupportsIndex
+from typing import Any, Literal, Self, SupportsIndex, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -331,6 +331,26 @@ class PGTransport:
                 source.refuse(channel, offer)
             else:
                 source.SourceEnd(channel, offer, context.caller, progress, report).run()
+
+    @overload
+    def recv_checkpoint(
+        self,
+        src_rank: SupportsIndex | Sequence[SupportsIndex],
+        *,
+        step: SupportsIndex | None = None,
+        resume: Partial | None = None,
+        wait: Literal[True] = True,
+    ) -> Any: ...
+
+    @overload
+    def recv_checkpoint(
+        self,
+        src_rank: SupportsIndex | Sequence[SupportsIndex],
+        *,
+        step: SupportsIndex | None = None,
+        resume: Partial | None = None,
+        wait: Literal[False],
+    ) -> Pending[Any]: ...
 
     def recv_checkpoint(
         self,

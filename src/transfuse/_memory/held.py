@@ -30,8 +30,9 @@ from transfuse._state.leaves import dense
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
 
+
 class HeldParcels(Landing):
-    """Lands parcels aside that a plan would land in targets. Regions, tensors and leaves are numbered as in the plan."""
+    """Lands parcels aside that a plan would land in targets. All numbers are those of the plan."""
 
     def __init__(self, plan: Landing, supply: MemorySupply, *, delta: bool) -> None:
         """``delta``: only a part may have to land."""
@@ -180,8 +181,9 @@ class HeldParcels(Landing):
     def before(self) -> Landing:
         return self.plan
 
-    def keep_digests(self, numbers: Sequence[int] | Ints, digests: WideDigests) -> None:
-        self._digests[np.asarray(numbers, dtype=np.int64)] = digests
+    def keep_digests(self, numbers: Ints, digests: WideDigests) -> None:
+        """Remember digests of parcels as the targets have them: :meth:`changed` compares them again."""
+        self._digests[numbers] = digests
 
     def changed(self, kept: Bools, seconds: float) -> list[str]:
         """Paths of the leaves in which parcels that were kept are no longer what they were."""

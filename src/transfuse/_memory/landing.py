@@ -19,7 +19,6 @@ import torch
 
 from transfuse._memory import device_copies
 from transfuse._memory.building import Builder
-from transfuse._memory.digest import WideDigests
 from transfuse._memory.fresh import FreshMemory
 from transfuse._memory.packing import RegionPlace
 from transfuse._plan.parcels import Parcels
@@ -207,9 +206,6 @@ class Landing(ABC):
     def before(self) -> Landing:
         """Where a region lies that was in the targets before anything arrived."""
         return self
-
-    def keep_digests(self, numbers: Sequence[int] | Ints, digests: WideDigests) -> None:
-        """Remember the digests of parcels that a comparison has found in the targets, if somebody asks again later."""
 
     # -- what has arrived
 

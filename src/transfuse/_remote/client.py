@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any, NoReturn, SupportsIndex, Unpack
+from typing import Annotated, Any, Literal, NoReturn, SupportsIndex, Unpack, overload
 
 import torch
 
@@ -64,6 +64,38 @@ class Fetched:
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(f"fetch() returns a Fetched: the entry is .state[{key!r}]")
+
+
+@overload
+def fetch(
+    address: str | Sequence[str],
+    state: object = None,
+    *,
+    step: SupportsIndex | None = None,
+    load: Callable[[Any], object] | None = None,
+    entry: str | None = None,
+    resume: Partial | None = None,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = 60,
+    wait: Literal[True] = True,
+    **options: Unpack[FetchKeywords],
+) -> Fetched: ...
+
+
+@overload
+def fetch(
+    address: str | Sequence[str],
+    state: object = None,
+    *,
+    step: SupportsIndex | None = None,
+    load: Callable[[Any], object] | None = None,
+    entry: str | None = None,
+    resume: Partial | None = None,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = 60,
+    wait: Literal[False],
+    **options: Unpack[FetchKeywords],
+) -> Pending[Fetched]: ...
 
 
 @one_manner

@@ -107,7 +107,8 @@ class Ledger:
     def kept(self) -> Bools:
         """Which parcels were here before and are right."""
         with self._changed:
-            return self._landed & (self._holder == KEPT)
+            kept: Bools = self._landed & (self._holder == KEPT)
+            return kept
 
     @property
     def kept_bytes(self) -> int:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Brought(NamedTuple):
-    """What a receive has brought: an :class:`~transfuse._session.arrived.Arrived`, or the state if all of it is fresh."""
+    """What a receive has brought: an :class:`~transfuse._session.arrived.Arrived`, or a state of fresh tensors."""
 
     found: Any
     report: Report
@@ -239,7 +239,7 @@ class Pending(Generic[T]):
 
     def __del__(self) -> None:
         ahead: _Ahead | None = getattr(self, "_ahead", None)
-        if ahead is None or self._result or ahead.closed or ahead.pid != os.getpid():
+        if ahead is None or self._result or ahead.closed or ahead.error is not None or ahead.pid != os.getpid():
             return
         ahead.close()
         warnings.warn(

@@ -65,7 +65,8 @@ class Accepted:
     @property
     def kept(self) -> Bools:
         """Which parcels lie in the targets since before this receive, and are right."""
-        return self.ledger.kept & ~np.asarray(self.resumed)
+        kept: Bools = self.ledger.kept & ~np.asarray(self.resumed)
+        return kept
 
     def check_room(self) -> None:
         """Raise if more has to be held aside than may be allocated. Call it under the ledger's lock."""
@@ -81,7 +82,8 @@ class Accepted:
             # Both ends hash at the same time.
             digests = packing.wide_digests_of(self.landing.cut, landing, chosen[some].tolist(), seconds)
             result[some] = np.frombuffer(b"".join(digests), dtype=result.dtype)
-        self.landing.keep_digests(chosen[before], result[before])
+        if isinstance(self.landing, HeldParcels):
+            self.landing.keep_digests(chosen[before], result[before])
         return result
 
     def leaves_of(self, numbers: Sequence[int]) -> list[str]:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from transfuse._errors import PeerError, PeerLost, ProtocolError
-from transfuse._memory import streams, vm
+from transfuse._memory import packing, streams, vm
 from transfuse._memory.digest import WIDE_BYTES
 from transfuse._phases import RELAYING, Phase
 from transfuse._session.connections import ReceiverLanes, how_many
