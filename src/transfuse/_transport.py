@@ -32,8 +32,8 @@ from transfuse._progress import Progress, Show, showing
 from transfuse._report import Report, failed_with, routes_of, said, trace_range
 from transfuse._rules import MapPath
 from transfuse._session import receive_from_one, source, threads
-from transfuse._session.arrived import Arrived
 from transfuse._session.context import Context, Partial, Permit, ReceiveRequest
+from transfuse._session.held_state import HeldState
 from transfuse._session.pending import Brought, Pending
 from transfuse._session.receive_from_all import Receive
 from transfuse._session.relay import Chains, this_host
@@ -428,7 +428,7 @@ class PGTransport:
         ``absent`` names sources that cannot be reached, and why. If only they may hold a leaf, the receive fails
         instead of leaving that leaf as it was. ``permit`` is asked before a target is written, and may raise.
         ``watch`` is called now and then, and may raise to end the transfer. With ``hold`` no target is written: the
-        result is an :class:`~transfuse._session.arrived.Arrived`, if there is a target.
+        result is an :class:`~transfuse._session.held_state.HeldState`, if there is a target.
         """
         caller, began = None, False
         try:
@@ -523,7 +523,7 @@ class PGTransport:
         finally:
             receive.close()
         (found,) = receive.result
-        if isinstance(found, Arrived):
+        if isinstance(found, HeldState):
             found.remember = receive.roster.accepted.remember if not failed else found.remember
             return found
         self._torn = ()

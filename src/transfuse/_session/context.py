@@ -98,6 +98,6 @@ class ReceiveRequest:
     absent: Mapping[str, BaseException] = field(default_factory=dict)
     #: Asked before the first byte lands in a target; with ``atomic`` after the last one has arrived.
     permit: Permit | None = None
-    #: Hold what arrives aside. The result is an :class:`~transfuse._session.arrived.Arrived`.
+    #: Hold what arrives aside. The result is an :class:`~transfuse._session.held_state.HeldState`.
     hold: bool = False
     options: Options = field(default_factory=Options)

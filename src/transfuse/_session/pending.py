@@ -19,14 +19,14 @@ from transfuse import _workers
 from transfuse._errors import StateError, let_go
 from transfuse._memory import streams
 from transfuse._report import Report
-from transfuse._session.arrived import Arrived
+from transfuse._session.held_state import HeldState
 from transfuse._timeouts import Patience
 
 T = TypeVar("T")
 
 
 class Brought(NamedTuple):
-    """What a receive has brought: an :class:`~transfuse._session.arrived.Arrived`, or a state of fresh tensors."""
+    """What a receive has brought: an :class:`~transfuse._session.held_state.HeldState`, or a state of fresh tensors."""
 
     found: Any
     report: Report
@@ -36,7 +36,7 @@ class Brought(NamedTuple):
 Receiving = Callable[[Callable[[], object]], Brought]
 
 
-class _Closed(Exception):
+class _FetchClosed(Exception):
     """The caller has closed what was fetched ahead."""
 
 
@@ -74,7 +74,7 @@ class _Ahead:
 
     def _check(self) -> None:
         if self.closed:
-            raise _Closed("the receiver has closed what it was fetching ahead")
+            raise _FetchClosed("the receiver has closed what it was fetching ahead")
 
     def close(self) -> None:
         """End the receive, or drop what it has brought. Takes no lock: it may run while garbage is collected."""
@@ -173,14 +173,14 @@ class Pending(Generic[T]):
             assert self._finish is not None
             self._report = brought.report
             began = time.perf_counter()
-            state = self._write(brought.found) if isinstance(brought.found, Arrived) else brought.found
+            state = self._write(brought.found) if isinstance(brought.found, HeldState) else brought.found
             result = self._finish(state, brought.report)
             brought.report.install_seconds = time.perf_counter() - began
             self._result.append(result)
             self._drop()
             return result
 
-    def _write(self, arrived: Arrived) -> Any:
+    def _write(self, arrived: HeldState) -> Any:
         """Write the targets in a thread that no interrupt ends."""
         arrived.check(self._tree)
         errors: list[BaseException] = []
@@ -252,7 +252,7 @@ class Pending(Generic[T]):
 
 def _let_go_of(held: list[Any]) -> None:
     for found in held:
-        if isinstance(found, Arrived):
+        if isinstance(found, HeldState):
             found.remember()
     held.clear()
 

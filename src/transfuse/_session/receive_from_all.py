@@ -17,8 +17,8 @@ import numpy as np
 from transfuse._errors import LimitExceeded, PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.shares import Share
-from transfuse._session.arrived import Arrived
 from transfuse._session.context import Context, Partial, ReceiveRequest
+from transfuse._session.held_state import HeldState
 from transfuse._session.negotiation import Negotiator
 from transfuse._session.roster import Roster
 from transfuse._sizes import Sizes
@@ -321,7 +321,7 @@ class Receive:
             self.ask_permission(atomic=True)
             accepted = self.roster.accepted
             if self.roster.request.hold:
-                return Arrived(accepted, self.roster.context, self.roster.request.outline)
+                return HeldState(accepted, self.roster.context, self.roster.request.outline)
             return accepted.landing.finish(accepted.build_context, accepted.registry, self.roster.context.timeout)
         except TransfuseError:
             raise

@@ -16,7 +16,7 @@ from transfuse._session.planning import Accepted
 from transfuse._state.tensors import Bools
 
 
-class Arrived:
+class HeldState:
     """What a receive that holds has brought. It may be installed again if that has failed or was interrupted."""
 
     def __init__(self, accepted: Accepted, context: Context, outline: Outline | None) -> None:
