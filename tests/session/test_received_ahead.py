@@ -203,7 +203,7 @@ def test_with_delta_only_what_has_changed_takes_memory(here: Here, monkeypatch: 
     whole = HeldParcels.build
 
     def build(held: HeldParcels, *args: Any) -> Any:
-        measured.append(resident(held._held.bytes.data_ptr(), held._held.nbytes))
+        measured.append(resident(held._held.here.data_ptr(), held._held.here.numel()))
         return whole(held, *args)
 
     monkeypatch.setattr(HeldParcels, "build", build)
@@ -321,7 +321,7 @@ def test_forgotten_it_is_closed_with_a_warning(here: Here) -> None:
     def during(pending: Pending[Any]) -> None:
         while not pending.done():
             pass
-        held = pending._ahead.brought.found._landing._held.bytes  # type: ignore[union-attr]
+        held = pending._ahead.brought.found._landing._held.here  # type: ignore[union-attr]
         mapped.append(held.data_ptr())
 
     with warnings.catch_warnings(record=True) as seen:

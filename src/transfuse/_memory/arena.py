@@ -121,16 +121,15 @@ class Arena:
         return result.resize_(*shape) if shape else result.squeeze_(0)
 
 
-class HeldMemory:
-    """A range of addresses in main memory that takes memory only where something is written."""
+def reserve(nbytes: int, *, whole: bool) -> torch.Tensor:
+    """A range of addresses, of one byte at least, that takes memory only where something is written.
 
-    def __init__(self, nbytes: int, *, whole: bool) -> None:
-        """``whole``: all of it will be written. ``RuntimeError`` if there is no room."""
-        self.nbytes = nbytes
-        mapping = _map(max(nbytes, 1), is_whole=whole)
-        with suppress(OSError):
-            mapping.madvise(mmap.MADV_DONTFORK)  # A child does nothing with it, and should pay nothing for it.
-        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+    ``whole``: all of it will be written. ``RuntimeError`` if there is no room.
+    """
+    mapping = _map(max(nbytes, 1), is_whole=whole)
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTFORK)  # A child does nothing with it, and should pay nothing for it.
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -17,7 +17,7 @@ import xxhash
 
 from transfuse._memory.building import Builder
 from transfuse._memory.fresh import FreshMemory, FreshTensors, MemorySupply
-from transfuse._memory.landing import Built, Copy, Landing
+from transfuse._memory.landing import Built, Landing
 from transfuse._memory.packing import RegionPlace
 from transfuse._options import Options
 from transfuse._plan import parcels
@@ -107,7 +107,6 @@ class Assembly(Landing):
         self.cut = cut
         self.shares = SharesOfPieces(cohorts, needed.blocks, pieces, cut)
         self.memory = memory
-        self.atomic = needed.atomic
         self._cohorts = cohorts
         self._needed = needed
         self._pieces = pieces
@@ -119,7 +118,7 @@ class Assembly(Landing):
     def keep(self, outline: Outline) -> Assembly | None:
         """This plan without its tensors, for the next receive; None if that receive must plan by itself."""
         needed = self._needed
-        if needed.atomic or needed.fresh:
+        if needed.fresh:
             return None  # The next receive needs other memory.
         if not self._numbers:
             numbers = outline.numbers_of([destination.tensor for destination in needed.destinations])
@@ -294,13 +293,7 @@ class Assembly(Landing):
 
     def targets(self, tensors: Ints) -> tuple[list[torch.Tensor], list[Any]]:
         chosen, leaves = [self._needed.destinations[i] for i in tensors.tolist()], self._needed.prepared.leaves
-        return [destination.own for destination in chosen], [leaves[destination.leaf] for destination in chosen]
-
-    def copies(self) -> Iterator[Copy]:
-        for destination in self._needed.destinations:
-            if destination.final is not None and destination.tensor.numel():
-                # The copy has the target's signs already: they were flipped as the bytes landed in the copy.
-                yield Copy(destination.final, destination.tensor, None, True)
+        return [destination.tensor for destination in chosen], [leaves[destination.leaf] for destination in chosen]
 
     # -- the result
 
@@ -318,7 +311,6 @@ class Assembly(Landing):
             blob = number == 0 and leaf in needed.fresh
             replaced[target] = built[leaf] if blob else values.decode(self._cohorts[number].manifest.detail(leaf))
         state = trees.unflatten(needed.result.root, needed.result.arrange(built, replaced))
-        self._examine(builder)
         settling = [
             (leaf, targets[partner])
             for leaf, partner in needed.partner.items()
@@ -328,16 +320,6 @@ class Assembly(Landing):
 
     def _is_unsharded_composite(self, leaf: int) -> bool:
         return self.manifest.kinds[leaf] == Leaf.COMPOSITE and not is_sharded(self.manifest.detail(leaf))
-
-    def _examine(self, builder: Builder) -> None:
-        """Check the copies of composite leaves for consistency, before any target is written."""
-        aside: dict[int, list[torch.Tensor]] = {}
-        for destination in self._needed.destinations:
-            if destination.final is not None:
-                aside.setdefault(destination.leaf, []).append(destination.tensor)
-        for leaf, partner in self._needed.partner.items():
-            if partner in aside and self._is_unsharded_composite(leaf):
-                builder.examine(leaf, aside[partner])
 
     def _fresh_tensors(self, leaf: int) -> Iterator[torch.Tensor]:
         tensors, first = self.manifest.tensors, self.manifest.first_tensors

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from transfuse._errors import LimitExceeded, StateError
-from transfuse._memory import packing, streams, vm
-from transfuse._memory.arena import HeldMemory
+from transfuse._memory import device_copies, packing, streams, vm
+from transfuse._memory.arena import reserve
 from transfuse._memory.building import Builder
 from transfuse._memory.device_copies import PinnedPair
 from transfuse._memory.digest import WIDE_BYTES, WideDigests
-from transfuse._memory.fresh import FreshMemory, MemorySupply
-from transfuse._memory.landing import Built, Copy, Landing
+from transfuse._memory.fresh import FreshMemory, HeldMemory, MemorySupply
+from transfuse._memory.landing import Built, Landing
 from transfuse._memory.packing import LARGEST_ITEM, RegionPlace
 from transfuse._plan.parcels import Extent
 from transfuse._state.leaves import dense
@@ -38,26 +38,37 @@ class HeldParcels(Landing):
         """``delta``: only a part may have to land."""
         self.plan = plan
         self.manifest, self.cut, self.shares = plan.manifest, plan.cut, plan.shares
-        self.atomic = True
         #: Which regions are held, and which parcels have such regions.
         self._aside = plan.in_targets
         self.of_targets: Bools = ~self.cut.of_all_regions(~self._aside)
-        #: How many bytes all parcels would take, each with room for items of any size.
+        #: Which parcels are held on the wire's device, because their targets lie there.
+        self._there = self.of_targets & self.cut.of_all_regions(self._on(supply.device) | ~self._aside)
+        #: How many bytes each takes, with room for items of any size.
         self._sizes = np.where(self.of_targets, -(-self.cut.nbytes // LARGEST_ITEM) * LARGEST_ITEM, 0)
         self._limits = supply.limits
-        nbytes = int(self._sizes.sum())
-        memory = None if supply.kept is None else supply.kept.held
         if not delta:
             self.check_room(np.zeros(len(self.cut), dtype=bool))
-        if memory is None or memory.nbytes != nbytes:
+        there, here = int(self._sizes[self._there].sum()), int(self._sizes[~self._there].sum())
+        held = None if supply.kept is None else supply.kept.held
+        if held is None or (held.here.numel(), held.there.numel()) != (max(here, 1), there):
             try:
-                memory = HeldMemory(nbytes, whole=not delta)
+                held = HeldMemory(
+                    reserve(here, whole=not delta), torch.empty(there, dtype=torch.uint8, device=supply.device)
+                )
             except RuntimeError as error:
-                raise LimitExceeded(f"no room for {nbytes} bytes that are held aside: {error}") from error
-        self._held = memory
+                raise LimitExceeded(f"no room for {here + there} bytes that are held aside: {error}") from error
+        self._held = held
         #: The digests of the parcels that a comparison has found in the targets: 16 bytes each.
         self._digests = np.zeros(len(self.cut), dtype=f"V{WIDE_BYTES}")
         self.begin()
+
+    def _on(self, device: torch.device) -> Bools:
+        """Which regions have targets on this accelerator, and nowhere else."""
+        result: Bools = np.zeros(len(self.cut.regions), dtype=bool)
+        if device.type != "cpu":
+            for region in np.flatnonzero(self._aside & (self.plan.addresses == 0)).tolist():
+                result[region] = all(place.view.device == device for place in self.plan.places(region))
+        return result
 
     def check_room(self, kept: Bools) -> None:
         """Raise if more has to be held than may be allocated. ``kept``: parcels that the targets have, or may have."""
@@ -65,29 +76,43 @@ class HeldParcels(Landing):
         if fresh + aside > self._limits.max_receive_bytes:
             raise LimitExceeded(
                 f"{aside} bytes have to be held aside until they are installed, and {fresh} bytes arrive fresh: more "
-                f"than max_receive_bytes={self._limits.max_receive_bytes}; raise it, or wait for the bytes (wait=True) "
-                "without atomic=True"
+                f"than max_receive_bytes={self._limits.max_receive_bytes}; raise it, or receive in place (without "
+                "atomic=True and wait=False)"
             )
 
     def nbytes(self, kept: Bools) -> int:
         """How many bytes are held if these parcels were kept."""
         return int(self.cut.nbytes[self.of_targets & ~kept].sum())
 
-    # -- where regions land
-
     @cached_property
-    def _starts(self) -> Ints:
-        """For each region, where in the memory it begins."""
-        begins = np.cumsum(self._sizes) - self._sizes
-        last = np.searchsorted(self.cut.first, np.arange(len(self.cut.regions)), side="right") - 1
-        # The parcels of a region that is cut into several lie one after another: all but the last are of one size.
-        first = np.searchsorted(self.cut.first, self.cut.first[last], side="left")
-        result: Ints = begins[first] + self.cut.position
+    def _begins(self) -> Ints:
+        """For each parcel, where in its memory it begins."""
+        result = np.zeros(len(self.cut), dtype=np.int64)
+        for some in (self._there, ~self._there):
+            result[some] = np.cumsum(self._sizes[some]) - self._sizes[some]
         return result
 
     @cached_property
+    def _first(self) -> Ints:
+        """For each region, its parcel: the first of several, which lie one after another."""
+        last = np.searchsorted(self.cut.first, np.arange(len(self.cut.regions)), side="right") - 1
+        return np.searchsorted(self.cut.first, self.cut.first[last], side="left")
+
+    @cached_property
+    def _starts(self) -> Ints:
+        """For each region, where in its memory it begins."""
+        result: Ints = self._begins[self._first] + self.cut.position
+        return result
+
+    def _memory_of(self, parcel: int) -> torch.Tensor:
+        return self._held.there if self._there[parcel] else self._held.here
+
+    # -- where regions land
+
+    @cached_property
     def addresses(self) -> Ints:
-        return np.where(self._aside, self._starts + self._held.bytes.data_ptr(), self.plan.addresses)
+        here = np.where(self._there[self._first], 0, self._starts + self._held.here.data_ptr())
+        return np.where(self._aside, here, self.plan.addresses)
 
     @cached_property
     def has_single_place(self) -> Bools:
@@ -113,14 +138,14 @@ class HeldParcels(Landing):
         if not self._aside[region]:
             return self.plan.run(region, low, high)
         start = int(self._starts[region])
-        return self._held.bytes[start + low : start + high]
+        return self._memory_of(self._first[region])[start + low : start + high]
 
     def places(self, region: int) -> list[RegionPlace]:
         if not self._aside[region]:
             return self.plan.places(region)
         item = int(self.cut.regions.item[region])
         offset, count = int(self._starts[region]) // item, int(self.cut.regions.nbytes[region]) // item
-        storage = self._held.bytes.untyped_storage()
+        storage = self._memory_of(self._first[region]).untyped_storage()
         return [RegionPlace(dense.over(storage, dense.ITEM_TYPES[item], offset, (count,), (1,)))]
 
     def fresh_places(self, region: int) -> list[RegionPlace]:
@@ -149,9 +174,6 @@ class HeldParcels(Landing):
     def targets(self, tensors: Ints) -> tuple[list[torch.Tensor], list[object]]:
         return self.plan.targets(tensors)
 
-    def copies(self) -> Iterator[Copy]:
-        yield from ()
-
     @property
     def fingerprint(self) -> int:
         return ~self.plan.fingerprint  # What lies aside is not where the plan alone would land it.
@@ -171,9 +193,6 @@ class HeldParcels(Landing):
 
     def bump_versions(self) -> None:
         self.plan.bump_versions()
-
-    def fill_copies(self, seconds: float) -> None:
-        pass
 
     # -- what the targets have already
 
@@ -241,8 +260,24 @@ class HeldParcels(Landing):
     def _unpack(self, numbers: Sequence[int], seconds: float) -> None:
         """Write the regions of these parcels that are no runs of main memory in the targets."""
         others = self._aside & (self.plan.addresses == 0)
-        begins = np.cumsum(self._sizes) - self._sizes
-        largest = int(self.cut.nbytes[numbers].max(initial=0))
+        here: list[device_copies.Run] = []
+        there: list[device_copies.Run] = []
+        rest: list[int] = []
+        for number in numbers:
+            pairs = [
+                (self.plan.run(*extent[:3]), self.run(*extent[:3]))
+                for extent in self.cut.extents(number)
+                if others[extent.region]
+            ]
+            runs = [(mine, held) for mine, held in pairs if mine is not None and held is not None and not mine.is_cpu]
+            if len(runs) < len(pairs):
+                rest.append(number)
+            else:
+                (there if self._there[number] else here).extend(runs)
+        device_copies.within(there)
+        if here:
+            device_copies.from_ordinary(here, seconds)
+        largest = int(self.cut.nbytes[rest].max(initial=0))
         inherited = streams.inherit()
 
         def work(some: Iterator[int]) -> None:
@@ -250,9 +285,9 @@ class HeldParcels(Landing):
                 devices = streams.entered()
                 pieces = PinnedPair(largest if devices else 0, devices, seconds)
                 for number in some:
-                    start, size = int(begins[number]), int(self.cut.nbytes[number])
-                    held = self._held.bytes[start : start + size]
-                    if not devices:
+                    start, size = int(self._begins[number]), int(self.cut.nbytes[number])
+                    held = self._memory_of(number)[start : start + size]
+                    if not devices or not held.is_cpu:
                         packing.unpack_some(self.plan, self.cut, number, held, others)
                         continue
                     with pieces.turn() as buffer:
@@ -260,4 +295,4 @@ class HeldParcels(Landing):
                         packing.unpack_some(self.plan, self.cut, number, buffer, others)
                 pieces.reach_all()
 
-        vm.share_out(numbers, work, min(vm.threads(), len(numbers) // 2), "transfuse-install")
+        vm.share_out(rest, work, min(vm.threads(), len(rest) // 2), "transfuse-install")

@@ -19,19 +19,18 @@ from transfuse._state.tensors import Bools
 class HeldState:
     """What a receive that holds has brought. It may be installed again if that has failed or was interrupted."""
 
-    def __init__(self, accepted: Accepted, context: Context, outline: Outline | None) -> None:
+    def __init__(self, accepted: Accepted, landing: HeldParcels, context: Context, outline: Outline | None) -> None:
         """Build the state, and examine it. No target is written."""
-        self._builder = Builder(accepted.landing.manifest, accepted.build_context, accepted.registry)
-        self._landing = accepted.landing
-        self._built = accepted.landing.build(self._builder)
+        self._builder = Builder(landing.manifest, accepted.build_context, accepted.registry)
+        self._landing = landing
+        self._built = landing.build(self._builder)
         self._kept: Bools = accepted.kept
         self._target = accepted.target
         self._outline = outline
         self._limits, self._seconds = context.limits, context.timeout
         #: Lets later receives use the plan again. Called when this one needs it no more.
         self.remember: Callable[[], None] = lambda: None
-        if isinstance(self._landing, HeldParcels):
-            context.report.held_bytes = self._landing.nbytes(self._kept)
+        context.report.held_bytes = landing.nbytes(self._kept)
 
     @property
     def state(self) -> Any:
@@ -43,12 +42,12 @@ class HeldState:
         """The accelerators on which targets lie."""
         return devices_of(self._target.leaves)
 
-    def check(self, tree: Callable[[], object] | None) -> None:
+    def check_target(self, tree: Callable[[], object] | None) -> None:
         """Raise if the targets are no longer those for which this was planned. No target is written.
 
         ``tree``: returns the target's tree of now. None: it is made of the same tensors.
         """
-        if self._outline is None or not isinstance(self._landing, HeldParcels):
+        if self._outline is None:
             return
         target = prepare(self._target.target if tree is None else tree(), self._limits)
         now = outline(target, self._limits)
@@ -60,20 +59,21 @@ class HeldState:
         if not now.can_be_written():
             raise StateError("memory of the target can no longer be written. Nothing was written; fetch again")
 
+    def check_kept(self) -> None:
+        """Raise if what the targets had already is no longer there. No target is written."""
+        changed = self._landing.changed(self._kept, self._seconds)
+        if changed:
+            raise StateError(
+                f"{len(changed)} leaves have changed since they were compared with the source's, and delta=True "
+                f"has kept parts of them: {', '.join(changed[:10])}{', …' if len(changed) > 10 else ''}. Nothing "
+                "was written; fetch again, or change nothing of the target before install()"
+            )
+
     def install(self) -> None:
-        """Write the targets. Raises before anything is written if what they had already is no longer there."""
-        landing = self._landing
-        if isinstance(landing, HeldParcels):
-            changed = landing.changed(self._kept, self._seconds)
-            if changed:
-                raise StateError(
-                    f"{len(changed)} leaves have changed since they were compared with the source's, and delta=True "
-                    f"has kept parts of them: {', '.join(changed[:10])}{', …' if len(changed) > 10 else ''}. Nothing "
-                    "was written; fetch again, or change nothing of the target before install()"
-                )
-            try:
-                landing.install(self._kept, self._seconds)
-            finally:
-                landing.bump_versions()
+        """Write the targets."""
+        try:
+            self._landing.install(self._kept, self._seconds)
+        finally:
+            self._landing.bump_versions()
         for leaf, target in self._built.settling:
             self._builder.settle(leaf, target)

@@ -182,13 +182,14 @@ class Pending(Generic[T]):
 
     def _write(self, arrived: HeldState) -> Any:
         """Write the targets in a thread that no interrupt ends."""
-        arrived.check(self._tree)
+        arrived.check_target(self._tree)
         errors: list[BaseException] = []
         own = _current_streams(arrived.devices)
 
         def work(_: _workers.Job) -> None:
             try:
                 with streams.enter(own, None), torch.inference_mode(False), torch.no_grad():
+                    arrived.check_kept()
                     arrived.install()
             except BaseException as error:
                 errors.append(error)

@@ -134,7 +134,7 @@ def accept(
         with streams.for_the_caller():
             if isinstance(found, Match):
                 before = kept if isinstance(kept, ReusablePlan) else None
-                landing = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic, kept=before)
+                landing = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, kept=before)
             elif isinstance(kept, Assembly):
                 assert mine is not None
                 landing = kept
@@ -150,12 +150,13 @@ def accept(
                     parcel_bytes=parcel_bytes,
                     late=request.late,
                 )
+            lands: Landing = landing
+            if (request.hold or options.atomic) and landing.in_targets.any():
+                lands = HeldParcels(landing, supply, delta=options.delta)
     except TransfuseError:
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    held = request.hold and bool(landing.in_targets.any())
-    lands = HeldParcels(landing, supply, delta=options.delta) if held else landing
     ledger, resumed = _open_ledger(lands, request, context, changed)
     return Accepted(
         described,
@@ -202,9 +203,6 @@ def _open_ledger(
         else:
             logger.warning("the target or the plan differs from the receive to resume: everything is fetched")
     if request.options.delta:
-        if resumed is False:  # Filling the copies would overwrite what an earlier receive left.
-            landing.fill_copies(context.timeout)
-            streams.complete(context.timeout)  # Other conversations will hash what was copied.
         claimed |= cut.of_all_regions(landing.held)
     if claimed.any():
         ledger.keep(np.flatnonzero(claimed))
@@ -233,7 +231,7 @@ def _key(
         for cohort in cohorts
     )
     options = request.options
-    return PlanKey(sources, parcel_bytes, options.atomic, options.strict, options.cast, repr(rules))
+    return PlanKey(sources, parcel_bytes, options.strict, options.cast, repr(rules))
 
 
 def _members(cohort: Cohort) -> tuple[tuple[int, tuple[Coordinate, ...]], ...]:

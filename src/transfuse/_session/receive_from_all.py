@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfuse._errors import LimitExceeded, PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
+from transfuse._memory.held import HeldParcels
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.shares import Share
 from transfuse._session.context import Context, Partial, ReceiveRequest
@@ -320,9 +321,14 @@ class Receive:
         try:
             self.ask_permission(atomic=True)
             accepted = self.roster.accepted
-            if self.roster.request.hold:
-                return HeldState(accepted, self.roster.context, self.roster.request.outline)
-            return accepted.landing.finish(accepted.build_context, accepted.registry, self.roster.context.timeout)
+            request = self.roster.request
+            if not isinstance(accepted.landing, HeldParcels):
+                return accepted.landing.finish(accepted.build_context, accepted.registry)
+            held = HeldState(accepted, accepted.landing, self.roster.context, request.outline)
+            if request.hold:
+                return held
+            held.install()
+            return held.state
         except TransfuseError:
             raise
         except Exception as error:
