@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import Shard
+from torch.utils import _pytree as pytree
 
 import transfuse
 from gathering import MIB, blank, state
@@ -26,12 +27,10 @@ each_route = pytest.mark.parametrize("same_host", [False, True], ids=["group", "
 
 def bits(tree: Any) -> list[bytes]:
     """All bytes of all tensors of a tree."""
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    dense = [leaf.to_dense() if leaf.layout is not torch.strided else leaf for leaf in leaves if torch.is_tensor(leaf)]
-    return [
-        leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for leaf in dense
-    ]
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if torch.is_tensor(leaf)]
+    dense = [leaf for leaf in leaves if leaf.layout is torch.strided]
+    dense += [part for leaf in leaves if leaf.is_sparse for part in (leaf.indices(), leaf.values())]
+    return [leaf.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for leaf in dense]
 
 
 class Here:
@@ -81,6 +80,20 @@ class Here:
         is_sent.set()
         result: tuple[Any, transfuse.Report] = receiver.get()
         return result
+
+    def at_once(self, sent: Any, target: Any, **options: Any) -> transfuse.Report:
+        """The same with ``wait=True``."""
+
+        def work(rank: int, pg: Any) -> Any:
+            mover = transfuse.PGTransport(pg, TIMEOUT, CPU, lambda: target, same_host=self._same_host, **options)
+            if rank == 0:
+                mover.send_checkpoint(1, sent)
+            else:
+                mover.recv_checkpoint(0)
+            return mover.report
+
+        report: transfuse.Report = self._ranks.run(work)[1]
+        return report
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +159,25 @@ def test_all_kinds_of_targets(here: Here, delta: bool) -> None:
     assert arrived["n"] == 3
     assert report.held_bytes > 0
     assert report.install_seconds > 0
+
+
+@pytest.mark.parametrize("option", ["wait", "atomic"])
+def test_what_delta_keeps_of_a_sparse_tensor_is_examined_with_what_is_held(here: Here, option: str) -> None:
+    """Its indices are kept, and its values are held."""
+    sent = {"s": sparse(1.0)}
+    target = {"s": sparse(2.0)}
+    if option == "wait":
+        _, report = here.move(sent, target, delta=True)
+    else:
+        report = here.at_once(sent, target, delta=True, atomic=True)
+    assert_exact(sent["s"], target["s"], in_place=True)
+    assert report.held_bytes == sent["s"].values().nbytes
+    assert report.kept_bytes == sent["s"].indices().nbytes
+
+
+def sparse(value: float, count: int = 100_000) -> torch.Tensor:
+    places = torch.arange(count).expand(2, count).contiguous()
+    return torch.sparse_coo_tensor(places, torch.full((count,), value), (count, count)).coalesce()
 
 
 def test_casts_and_rules(here: Here) -> None:

@@ -25,7 +25,6 @@ from transfuse._memory.digest import WIDE_BYTES, WideDigests
 from transfuse._memory.fresh import FreshMemory, HeldMemory, MemorySupply
 from transfuse._memory.landing import Built, Landing
 from transfuse._memory.packing import LARGEST_ITEM, RegionPlace
-from transfuse._plan.parcels import Extent
 from transfuse._state.leaves import dense
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
@@ -47,7 +46,7 @@ class HeldParcels(Landing):
         self._sizes = np.where(self.of_targets, -(-self.cut.nbytes // LARGEST_ITEM) * LARGEST_ITEM, 0)
         self._limits = supply.limits
         if not delta:
-            self.check_room(np.zeros(len(self.cut), dtype=bool))
+            self.check_room(~self.of_targets)
         there, here = int(self._sizes[self._there].sum()), int(self._sizes[~self._there].sum())
         held = None if supply.kept is None else supply.kept.held
         if held is None or (held.here.numel(), held.there.numel()) != (max(here, 1), there):
@@ -58,6 +57,8 @@ class HeldParcels(Landing):
             except RuntimeError as error:
                 raise LimitExceeded(f"no room for {here + there} bytes that are held aside: {error}") from error
         self._held = held
+        #: Once everything is here: which parcels are not held, because the targets have them.
+        self.kept: Bools = np.zeros(len(self.cut), dtype=bool)
         #: The digests of the parcels that a comparison has found in the targets: 16 bytes each.
         self._digests = np.zeros(len(self.cut), dtype=f"V{WIDE_BYTES}")
         self.begin()
@@ -80,9 +81,10 @@ class HeldParcels(Landing):
                 "atomic=True and wait=False)"
             )
 
-    def nbytes(self, kept: Bools) -> int:
-        """How many bytes are held if these parcels were kept."""
-        return int(self.cut.nbytes[self.of_targets & ~kept].sum())
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are held, once everything is here."""
+        return int(self.cut.nbytes[self.of_targets & ~self.kept].sum())
 
     @cached_property
     def _begins(self) -> Ints:
@@ -204,9 +206,9 @@ class HeldParcels(Landing):
         """Remember digests of parcels as the targets have them: :meth:`changed` compares them again."""
         self._digests[numbers] = digests
 
-    def changed(self, kept: Bools, seconds: float) -> list[str]:
+    def changed(self, seconds: float) -> list[str]:
         """Paths of the leaves in which parcels that were kept are no longer what they were."""
-        numbers = np.flatnonzero(kept)
+        numbers = np.flatnonzero(self.kept)
         now = packing.wide_digests_of(self.cut, self.plan, numbers.tolist(), seconds)
         differ = numbers[np.frombuffer(b"".join(now), dtype=self._digests.dtype) != self._digests[numbers]]
         regions = {extent.region for number in differ.tolist() for extent in self.cut.extents(number)}
@@ -217,31 +219,33 @@ class HeldParcels(Landing):
     def build(self, builder: Builder) -> Built:
         """Build the state, and examine what is held. Leaves in targets have their old bytes until :meth:`install`."""
         for region in self.plan.also_fresh:
-            self._put(region, self.plan.fresh_places(region))
+            for place in self.plan.fresh_places(region):
+                self._put(region, place)
         built = self.plan.build(builder)
         for leaf, _ in built.settling:
             if builder.checks_data(leaf):
                 tensors, places = self.plan.scratch(leaf)
                 for region, place in places:
-                    self._put(region, [place])
+                    self._put(region, place)
                 builder.examine(leaf, tensors)
         return built
 
-    def _put(self, region: int, places: Sequence[RegionPlace]) -> None:
-        """Copy a region that is held, whole, to these places."""
-        nbytes = int(self.cut.regions.nbytes[region])
-        run = self.run(region, 0, nbytes)
-        assert run is not None
-        for place in places:
-            packing.put(place, Extent(region, 0, nbytes, 0), run)
+    def _put(self, region: int, place: RegionPlace) -> None:
+        """Copy what is held of a region to a place."""
+        first = int(self._first[region])
+        for number in range(first, int(np.searchsorted(self.cut.first, self.cut.first[first], side="right"))):
+            for extent in () if self.kept[number] else self.cut.extents(number):
+                run = self.run(*extent[:3]) if extent.region == region else None
+                if run is not None:
+                    packing.put(place, extent._replace(position=0), run)
 
-    def install(self, kept: Bools, seconds: float) -> None:
-        """Write what is held into the targets. ``kept``: parcels that the targets have already.
+    def install(self, seconds: float) -> None:
+        """Write what is held into the targets. May be called again after an error.
 
-        ``seconds``: how long a copy to a device may be under way. May be called again after an error.
+        ``seconds``: how long a copy to a device may be under way.
         """
         plan = self.plan
-        ranges = self.cut.ranges(np.flatnonzero(self.of_targets & ~kept))
+        ranges = self.cut.ranges(np.flatnonzero(self.of_targets & ~self.kept))
         region, aside = ranges.region, self._aside[ranges.region]
         straight = aside & (plan.addresses[region] > 0)
         plan.touch(np.unique(region[aside]))

@@ -13,7 +13,6 @@ from transfuse._plan.match import prepare
 from transfuse._plan.outline import Outline, outline
 from transfuse._session.context import Context
 from transfuse._session.planning import Accepted
-from transfuse._state.tensors import Bools
 
 
 class HeldState:
@@ -23,14 +22,14 @@ class HeldState:
         """Build the state, and examine it. No target is written."""
         self._builder = Builder(landing.manifest, accepted.build_context, accepted.registry)
         self._landing = landing
+        landing.kept = accepted.kept
         self._built = landing.build(self._builder)
-        self._kept: Bools = accepted.kept
         self._target = accepted.target
         self._outline = outline
         self._limits, self._seconds = context.limits, context.timeout
         #: Lets later receives use the plan again. Called when this one needs it no more.
         self.remember: Callable[[], None] = lambda: None
-        context.report.held_bytes = landing.nbytes(self._kept)
+        context.report.held_bytes = landing.nbytes
 
     @property
     def state(self) -> Any:
@@ -61,7 +60,7 @@ class HeldState:
 
     def check_kept(self) -> None:
         """Raise if what the targets had already is no longer there. No target is written."""
-        changed = self._landing.changed(self._kept, self._seconds)
+        changed = self._landing.changed(self._seconds)
         if changed:
             raise StateError(
                 f"{len(changed)} leaves have changed since they were compared with the source's, and delta=True "
@@ -72,7 +71,7 @@ class HeldState:
     def install(self) -> None:
         """Write the targets."""
         try:
-            self._landing.install(self._kept, self._seconds)
+            self._landing.install(self._seconds)
         finally:
             self._landing.bump_versions()
         for leaf, target in self._built.settling:

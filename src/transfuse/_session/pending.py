@@ -36,7 +36,7 @@ class Brought(NamedTuple):
 Receiving = Callable[[Callable[[], object]], Brought]
 
 
-class _FetchClosed(Exception):
+class FetchClosed(Exception):
     """The caller has closed what was fetched ahead."""
 
 
@@ -74,7 +74,7 @@ class _Ahead:
 
     def _check(self) -> None:
         if self.closed:
-            raise _FetchClosed("the receiver has closed what it was fetching ahead")
+            raise FetchClosed("the receiver has closed what it was fetching ahead")
 
     def close(self) -> None:
         """End the receive, or drop what it has brought. Takes no lock: it may run while garbage is collected."""
