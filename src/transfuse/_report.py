@@ -90,8 +90,9 @@ class Report:
     by_source: dict[int, int] = field(default_factory=dict)
     #: Bytes that a receive with ``delta`` or ``resume`` had already.
     kept_bytes: int = 0
-    #: How many bytes lay aside until they were installed, and how long that took: with ``wait=False``.
+    #: How many bytes lay aside until they were installed: with ``atomic`` or ``wait=False``.
     held_bytes: int = 0
+    #: How long ``Pending.install()`` took.
     install_seconds: float = 0.0
     parcels: int = 0
     #: How many connections brought parcels. For a send: the most to one receiver.

@@ -297,8 +297,8 @@ def test_the_later_of_two_wins_and_with_delta_it_is_refused_if_it_would_mix(rank
 
         def work(rank: int, pg: Any) -> Any:
             if rank == 0:
-                for one in (old, new):
-                    transfuse.PGTransport(pg, TIMEOUT, CPU).send_checkpoint(1, one)
+                for sent in (old, new):
+                    transfuse.PGTransport(pg, TIMEOUT, CPU).send_checkpoint(1, sent)
                 return None
             receiver = transfuse.PGTransport(pg, TIMEOUT, CPU, lambda: target, delta=delta)
             with receiver.recv_checkpoint(0, wait=False) as one:

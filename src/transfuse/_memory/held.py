@@ -26,6 +26,8 @@ from transfuse._memory.fresh import FreshMemory, HeldMemory, MemorySupply
 from transfuse._memory.landing import Built, Landing
 from transfuse._memory.packing import LARGEST_ITEM, RegionPlace
 from transfuse._state.leaves import dense
+from transfuse._state.leaves.codec import BuildContext
+from transfuse._state.leaves.registry import Registry
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
 
@@ -215,6 +217,9 @@ class HeldParcels(Landing):
         return self.plan.paths_of(sorted(regions))
 
     # -- the result
+
+    def work_ahead(self, build_context: BuildContext, registry: Registry) -> None:
+        pass  # What is examined is known when it is known what was kept.
 
     def build(self, builder: Builder) -> Built:
         """Build the state, and examine what is held. Leaves in targets have their old bytes until :meth:`install`."""
