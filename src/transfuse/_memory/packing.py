@@ -18,7 +18,7 @@ import torch
 
 from transfuse._errors import StateError
 from transfuse._memory import device_copies, streams, vm
-from transfuse._memory.digest import Run, digest_of, wide_digest_of
+from transfuse._memory.digest import digest_of, wide_digest_of
 from transfuse._plan.parcels import Extent, Parcels
 from transfuse._plan.regions import Regions
 from transfuse._state.leaves import dense
@@ -332,22 +332,21 @@ def wide_digests_of(parcels: Parcels, places: Places, numbers: Sequence[int], se
 
 
 def _hash(
-    parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor | Run], T], seconds: float
+    parcels: Parcels, places: Places, numbers: Sequence[int], digest: Callable[[torch.Tensor], T], seconds: float
 ) -> list[T]:
     """Hash these parcels in several threads, in batches: a device brings the next one while this one is hashed."""
     result: list[T | None] = [None] * len(numbers)
     inherited = streams.inherit()
     batches = _batches(parcels, numbers)
-    addresses = addresses_of(places, parcels)
     largest = max((batch.nbytes for batch in batches), default=0)
 
     def work(some: Iterator[_Batch]) -> None:
         with inherited(), torch.inference_mode(False), torch.no_grad():
             pieces = device_copies.PinnedPair(largest, streams.entered(), seconds)
-            for batch, buffer in pieces.ahead(some, partial(_bring, parcels, places, addresses)):
+            for batch, buffer in pieces.ahead(some, partial(_bring, parcels, places)):
                 for i, (number, start) in enumerate(batch.parcels, batch.first):
-                    size, address = int(parcels.nbytes[number]), int(addresses[number])
-                    result[i] = digest((address, size) if address else buffer[start : start + size])
+                    data = as_bytes(places, parcels, number, _CPU)
+                    result[i] = digest(buffer[start : start + parcels.nbytes[number]] if data is None else data)
 
     vm.share_out(batches, work, min(vm.threads(), len(batches) // 2), "transfuse-hash")
     return cast("list[T]", result)
@@ -373,8 +372,8 @@ def _batches(parcels: Parcels, numbers: Sequence[int]) -> list[_Batch]:
     return result
 
 
-def _bring(parcels: Parcels, places: Places, addresses: Ints, batch: _Batch, buffer: torch.Tensor) -> None:
-    """Copy a batch into a buffer: together if it lies on one accelerator. What has an address stays there."""
+def _bring(parcels: Parcels, places: Places, batch: _Batch, buffer: torch.Tensor) -> None:
+    """Copy a batch into a buffer: together if it lies on one accelerator. Runs of main memory stay there."""
     if streams.are_involved():
         extents = [(extent, places.run(*extent[:3])) for extent in _joined(parcels, batch)]
         if _home(places, extents) is not None:
@@ -383,7 +382,7 @@ def _bring(parcels: Parcels, places: Places, addresses: Ints, batch: _Batch, buf
             _move(places, extents, buffer, out=True)
             return
     for number, start in batch.parcels:
-        if not addresses[number]:
+        if as_bytes(places, parcels, number, _CPU) is None:
             pack(places, parcels, number, buffer[start:])
 
 
