@@ -28,7 +28,7 @@ from serving import (
     zeros_like,
 )
 from transfuse import Fetched, Pending
-from transfuse._memory.held import HeldParcels
+from transfuse._memory.held import HeldLanding
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import run_program
 
@@ -113,7 +113,7 @@ def test_closed_in_the_middle_the_server_goes_on_and_nothing_is_left() -> None:
         tasks, files = own_tasks(), own_files()
         with ahead(addresses, target, moving) as pending:
             assert moving.bytes.wait(DEADLINE)
-        assert pending.done()
+        wait_until(pending.done)
         nothing_is_left(tasks, files)
         assert not any(bool(weight.any()) for weight in weights(target))
         assert transfuse.fetch(addresses[0], token=TOKEN, timeout=LONG, entry="lr").state == 0.1
@@ -125,7 +125,7 @@ def test_closed_while_nobody_answers() -> None:
             server.address, zeros_like(some_state()), token=TOKEN, timeout=LONG, wait=False
         ) as pending:
             assert not pending.done()
-        assert pending.done()
+        wait_until(pending.done)
 
 
 # ------------------------------------------------------------------------------------------------------------- objects
@@ -243,17 +243,17 @@ def test_an_interrupt_while_install_waits_changes_nothing() -> None:
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_the_target_is_written_comes_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, target, write = some_state(), zeros_like(some_state()), HeldParcels.install
+    sent, target, write = some_state(), zeros_like(some_state()), HeldLanding.install
     interrupted: list[bool] = []
 
-    def install(held: HeldParcels, *args: Any) -> None:
+    def install(held: HeldLanding, *args: Any) -> None:
         if not interrupted:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             interrupted.append(True)
         write(held, *args)
 
-    monkeypatch.setattr(HeldParcels, "install", install)
+    monkeypatch.setattr(HeldLanding, "install", install)
     with transfuse.serve(sent) as server:
         pending = transfuse.fetch(server.address, target, wait=False)
         with pytest.raises(KeyboardInterrupt):

@@ -18,7 +18,7 @@ from gathering import MIB, blank, state
 from moves import CPU, TIMEOUT
 from shards import plain, shard
 from transfuse import Concat, Pending, Rename, Slice
-from transfuse._memory.held import HeldParcels
+from transfuse._memory.held import HeldLanding
 from transfuse.testing.exact import assert_exact
 from transfuse.testing.ranks import Outcome, Ranks
 
@@ -232,13 +232,13 @@ def test_with_delta_only_what_has_changed_takes_memory(here: Here, monkeypatch: 
     blocks = target["w"].view(-1, 32 << 10)  # Of 128 KiB.
     blocks[torch.arange(0, len(blocks), 100), 0] += 1
     measured: list[int] = []
-    whole = HeldParcels.build
+    whole = HeldLanding.build
 
-    def build(held: HeldParcels, *args: Any) -> Any:
+    def build(held: HeldLanding, *args: Any) -> Any:
         measured.append(resident(held._held.here.data_ptr(), held._held.here.numel()))
         return whole(held, *args)
 
-    monkeypatch.setattr(HeldParcels, "build", build)
+    monkeypatch.setattr(HeldLanding, "build", build)
     _, report = here.move(sent, target, delta=True)
     assert torch.equal(target["w"], sent["w"])
     assert 0.009 * sent["w"].nbytes < report.held_bytes < 0.015 * sent["w"].nbytes

@@ -1,6 +1,6 @@
 """Parcels that are held aside: they land in memory of their own, as they travel, until the targets may be written.
 
-:class:`HeldParcels` stands in front of a plan that lands in targets. Every region that has a place in a target lands
+:class:`HeldLanding` stands in front of a plan that lands in targets. Every region that has a place in a target lands
 here instead, in the order in which it travels; a region that has none lands where the plan says. :meth:`install` then
 writes everything that is held into the targets of the plan.
 
@@ -21,7 +21,7 @@ from transfuse._memory import device_copies, packing, streams, vm
 from transfuse._memory.arena import reserve
 from transfuse._memory.building import Builder
 from transfuse._memory.device_copies import PinnedPair
-from transfuse._memory.digest import WIDE_BYTES, WideDigests
+from transfuse._memory.digest import WIDE_BYTES, WideDigests, wide_digest_of
 from transfuse._memory.fresh import FreshMemory, HeldMemory, MemorySupply
 from transfuse._memory.landing import Built, Landing
 from transfuse._memory.packing import LARGEST_ITEM, RegionPlace
@@ -32,7 +32,7 @@ from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
 
 
-class HeldParcels(Landing):
+class HeldLanding(Landing):
     """Lands parcels aside that a plan would land in targets. All numbers are those of the plan."""
 
     def __init__(self, plan: Landing, supply: MemorySupply, *, delta: bool) -> None:
@@ -210,9 +210,19 @@ class HeldParcels(Landing):
 
     def changed(self, seconds: float) -> list[str]:
         """Paths of the leaves in which parcels that were kept are no longer what they were."""
-        numbers = np.flatnonzero(self.kept)
-        now = packing.wide_digests_of(self.cut, self.plan, numbers.tolist(), seconds)
-        differ = numbers[np.frombuffer(b"".join(now), dtype=self._digests.dtype) != self._digests[numbers]]
+        numbers, addresses = np.flatnonzero(self.kept), packing.addresses_of(self.plan, self.cut)
+        runs, others = numbers[addresses[numbers] > 0], numbers[addresses[numbers] == 0]
+        now = dict(zip(others, packing.wide_digests_of(self.cut, self.plan, others.tolist(), seconds), strict=True))
+
+        def work(some: Iterator[tuple[int, int, int]]) -> None:
+            for number, address, nbytes in some:
+                now[number] = wide_digest_of((address, nbytes))
+
+        # What has an address is hashed there, without a tensor for each parcel: the caller stands still.
+        columns = runs.tolist(), addresses[runs].tolist(), self.cut.nbytes[runs].tolist()
+        vm.share_out(list(zip(*columns, strict=True)), work, min(vm.threads(), len(runs) // 8), "transfuse-hash")
+        found = np.frombuffer(b"".join(map(now.__getitem__, numbers.tolist())), dtype=self._digests.dtype)
+        differ = numbers[found != self._digests[numbers]]
         regions = {extent.region for number in differ.tolist() for extent in self.cut.extents(number)}
         return self.plan.paths_of(sorted(regions))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transfuse._errors import StateError
 from transfuse._memory.building import Builder
-from transfuse._memory.held import HeldParcels
+from transfuse._memory.held import HeldLanding
 from transfuse._memory.streams import devices_of
 from transfuse._plan.match import prepare
 from transfuse._plan.outline import Outline, outline
@@ -18,7 +18,7 @@ from transfuse._session.planning import Accepted
 class HeldState:
     """What a receive that holds has brought. It may be installed again if that has failed or was interrupted."""
 
-    def __init__(self, accepted: Accepted, landing: HeldParcels, context: Context, outline: Outline | None) -> None:
+    def __init__(self, accepted: Accepted, landing: HeldLanding, context: Context, outline: Outline | None) -> None:
         """Build the state, and examine it. No target is written."""
         self._builder = Builder(landing.manifest, accepted.build_context, accepted.registry)
         self._landing = landing

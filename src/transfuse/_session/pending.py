@@ -53,7 +53,7 @@ class _Ahead:
         #: The bytes come after what the caller has queued until now, and what is fresh belongs to these streams.
         self._streams = _current_streams(streams.current())
         _open.add(self)
-        _workers.run(self._run, "transfuse-pending")
+        self.job = _workers.run(self._run, "transfuse-pending")
 
     def _run(self, _: _workers.Job) -> None:
         receive, self._receive = self._receive, None
@@ -84,16 +84,29 @@ class _Ahead:
 
 
 _open: WeakSet[_Ahead] = WeakSet()
+#: What gives memory back to the system.
+_freeing: list[_workers.Job] = []
 
 
 @atexit.register
 def _close_all() -> None:
     """End all receives that are under way: their threads must not outlive the interpreter."""
-    left = [one for one in list(_open) if one.pid == os.getpid() and not one.ended.is_set()]
+    left = [one for one in list(_open) if one.pid == os.getpid()]
     for one in left:
         one.close()
     for one in left:
-        one.ended.wait(Patience.GOODBYE_SECONDS)
+        if one.ended.wait(Patience.GOODBYE_SECONDS):
+            one.job.join()
+    for job in _freeing:
+        job.join()
+
+
+def _after_fork() -> None:
+    _open.clear()
+    _freeing.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Pending(Generic[T]):
@@ -177,6 +190,7 @@ class Pending(Generic[T]):
             result = self._finish(state, brought.report)
             brought.report.install_seconds = time.perf_counter() - began
             self._result.append(result)
+            del brought
             self._drop()
             return result
 
@@ -215,7 +229,14 @@ class Pending(Generic[T]):
         brought, self._ahead.brought, self._finish, self._tree = self._ahead.brought, None, None, None
         held = [] if brought is None else [brought.found]
         del brought
-        _workers.run(lambda _: _let_go_of(held), "transfuse-free")
+
+        def work(_: _workers.Job) -> None:
+            for found in held:
+                if isinstance(found, HeldState):
+                    found.remember()
+            held.clear()
+
+        _freeing[:] = [*(job for job in _freeing if job.ended.locked()), _workers.run(work, "transfuse-free")]
 
     def close(self) -> None:
         """Drop what has arrived, and cancel what is under way: the source is told. The target is as it was.
@@ -249,13 +270,6 @@ class Pending(Generic[T]):
             stacklevel=1,
             source=self,
         )
-
-
-def _let_go_of(held: list[Any]) -> None:
-    for found in held:
-        if isinstance(found, HeldState):
-            found.remember()
-    held.clear()
 
 
 def _current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:

@@ -20,7 +20,7 @@ from transfuse._memory.as_is import AsIs, ReusablePlan
 from transfuse._memory.assembled import Assembly, assemble
 from transfuse._memory.digest import WIDE_BYTES, WideDigests
 from transfuse._memory.fresh import MemorySupply
-from transfuse._memory.held import HeldParcels
+from transfuse._memory.held import HeldLanding
 from transfuse._memory.landing import Landing
 from transfuse._options import Options
 from transfuse._plan.cohorts import Cohort
@@ -70,7 +70,7 @@ class Accepted:
 
     def check_room(self) -> None:
         """Raise if more has to be held aside than may be allocated. Call it under the ledger's lock."""
-        if isinstance(self.landing, HeldParcels):
+        if isinstance(self.landing, HeldLanding):
             self.landing.check_room((self.ledger.kept | self.ledger.uncompared) & ~np.asarray(self.resumed))
 
     def digests_of(self, numbers: Sequence[int], seconds: float) -> WideDigests:
@@ -82,7 +82,7 @@ class Accepted:
             # Both ends hash at the same time.
             digests = packing.wide_digests_of(self.landing.cut, landing, chosen[some].tolist(), seconds)
             result[some] = np.frombuffer(b"".join(digests), dtype=result.dtype)
-        if isinstance(self.landing, HeldParcels):
+        if isinstance(self.landing, HeldLanding):
             self.landing.keep_digests(chosen[before], result[before])
         return result
 
@@ -152,7 +152,7 @@ def accept(
                 )
             lands: Landing = landing
             if (request.hold or options.atomic) and landing.in_targets.any():
-                lands = HeldParcels(landing, supply, delta=options.delta)
+                lands = HeldLanding(landing, supply, delta=options.delta)
     except TransfuseError:
         raise
     except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfuse._errors import LimitExceeded, PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
-from transfuse._memory.held import HeldParcels
+from transfuse._memory.held import HeldLanding
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.shares import Share
 from transfuse._session.context import Context, Partial, ReceiveRequest
@@ -322,7 +322,7 @@ class Receive:
             self.ask_permission(atomic=True)
             accepted = self.roster.accepted
             request = self.roster.request
-            if not isinstance(accepted.landing, HeldParcels):
+            if not isinstance(accepted.landing, HeldLanding):
                 return accepted.landing.finish(accepted.build_context, accepted.registry)
             held = HeldState(accepted, accepted.landing, self.roster.context, request.outline)
             if request.hold:
