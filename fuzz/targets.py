@@ -219,7 +219,7 @@ def offer(data: bytes) -> None:
     if target is None and cut.total_bytes <= MIB:
         try:
             # Of whatever bytes the memory holds.
-            accepted.landing.finish(accepted.build_context, accepted.registry, seconds=10.0)
+            accepted.landing.finish(accepted.build_context, accepted.registry)
         except Exception as error:
             _within_memory(error)
 

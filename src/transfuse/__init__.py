@@ -74,6 +74,7 @@ if typing.TYPE_CHECKING:
     from transfuse._report import Report, Step, Version
     from transfuse._rules import Concat, MapPath, Rename, Slice, Split
     from transfuse._session.context import Partial
+    from transfuse._session.pending import Pending
     from transfuse._state.leaves.block import Block
     from transfuse._state.leaves.codec import MeshDescription
     from transfuse._tls import TLS
@@ -105,6 +106,7 @@ __all__ = [
     "PeerNotTrusted",
     "PeerRefused",
     "PeerTimeout",
+    "Pending",
     "Progress",
     "ProtocolError",
     "ReceiveFailed",
@@ -158,6 +160,7 @@ _HOMES = {
     "_report": ("Report", "Step", "Version"),
     "_rules": ("Concat", "MapPath", "Rename", "Slice", "Split"),
     "_session.context": ("Partial",),
+    "_session.pending": ("Pending",),
     "_state.leaves.block": ("Block",),
     "_state.leaves.codec": ("MeshDescription",),
     "_tls": ("TLS",),

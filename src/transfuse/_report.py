@@ -115,6 +115,10 @@ class Report:
     patched_bytes: int = 0
     #: For a send with ``history``: bytes of the copy of what was given out.
     history_bytes: int = 0
+    #: How many bytes lay aside until they were installed: with ``atomic`` or ``wait=False``.
+    held_bytes: int = 0
+    #: How long ``Pending.install()`` took.
+    install_seconds: float = 0.0
     parcels: int = 0
     #: How many connections brought parcels. For a send: the most to one receiver.
     connections: int = 1
@@ -273,6 +277,7 @@ class Report:
                 else ()
             ),
             *((("history", human_bytes(self.history_bytes)),) if self.history_bytes else ()),
+            *((("held", human_bytes(self.held_bytes)),) if self.held_bytes else ()),
             *((("used again", ", ".join(self.reused)),) if self.reused else ()),
             ("integrity", f"{verified}, {self.repaired} parcels repaired"),
             *((("torn", f"{len(self.torn):,} leaves: {_brief(', '.join(self.torn))}"),) if self.torn else ()),

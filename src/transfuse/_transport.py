@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
 import time
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Self, SupportsIndex
+from typing import Any, Literal, Self, SupportsIndex, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,8 @@ from transfuse._rules import MapPath
 from transfuse._session import receive_from_one, source, threads
 from transfuse._session.content import KnownContent, version_of
 from transfuse._session.context import Context, Partial, Permit, ReceiveRequest
+from transfuse._session.held_state import HeldState
+from transfuse._session.pending import Brought, Pending
 from transfuse._session.receive_from_all import Receive
 from transfuse._session.relay import Chains, this_host
 from transfuse._session.remembered import Remembered
@@ -349,12 +352,33 @@ class PGTransport:
             else:
                 source.SourceEnd(channel, offer, context.caller, progress, report).run()
 
+    @overload
     def recv_checkpoint(
         self,
         src_rank: SupportsIndex | Sequence[SupportsIndex],
         *,
         step: SupportsIndex | None = None,
         resume: Partial | None = None,
+        wait: Literal[True] = True,
+    ) -> Any: ...
+
+    @overload
+    def recv_checkpoint(
+        self,
+        src_rank: SupportsIndex | Sequence[SupportsIndex],
+        *,
+        step: SupportsIndex | None = None,
+        resume: Partial | None = None,
+        wait: Literal[False],
+    ) -> Pending[Any]: ...
+
+    def recv_checkpoint(
+        self,
+        src_rank: SupportsIndex | Sequence[SupportsIndex],
+        *,
+        step: SupportsIndex | None = None,
+        resume: Partial | None = None,
+        wait: bool = True,
     ) -> Any:
         """Receive the state that ``src_rank`` sends: one rank, or several with replicas, shards or stages of one state.
 
@@ -371,8 +395,40 @@ class PGTransport:
         On failure, the error's ``torn`` lists the targets that may hold new bytes; ``received`` and ``missing`` list
         the leaves that have arrived and those that have not. A later receive with ``resume=error.partial``, by this or
         a new transport, fetches only what is missing, if the sources offer the same state at the same step.
+
+        With ``wait=False`` it returns a :class:`Pending` at once: the bytes arrive aside while the caller works, and
+        its ``install()`` writes them and returns the state. The ``state_dict`` callback is called before. Until
+        everything is here, start no other receive from the same ranks.
         """
-        return self.receive(src_rank, step=step, resume=resume)
+        _arguments.check_flags(wait=wait)
+        return self.receive(src_rank, step=step, resume=resume) if wait else self._ahead(src_rank, step, resume)
+
+    def _ahead(
+        self, src_rank: SupportsIndex | Sequence[SupportsIndex], step: SupportsIndex | None, resume: Partial | None
+    ) -> Pending[Any]:
+        """Receive in a thread, with the target of this moment."""
+        self._follow_group()
+        if not self._group.tagged or self._group.serial or self._group.device.type != "cpu":
+            raise ValueError(
+                "wait=False needs a group that carries a transfer beside the caller's own operations: gloo with "
+                'device="cpu"; or serve() the state, and fetch(..., wait=False)'
+            )
+        ranks = self._check_ranks("src_rank", src_rank)
+        step, resume = check_step(step), check_resume(resume)
+        ahead = copy.copy(self)
+        if self._state_dict is not None:
+            ahead._state_dict = _asked(self._state_dict)
+
+        def receive(watch: Callable[[], object]) -> Brought:
+            found = ahead.receive(ranks, step=step, resume=resume, watch=watch, hold=True)
+            assert ahead._report is not None
+            return Brought(found, ahead._report)
+
+        def finish(state: Any, report: Report) -> Any:
+            self._report, self._torn = report, ()
+            return state
+
+        return Pending(receive, finish)
 
     def receive(
         self,
@@ -386,6 +442,7 @@ class PGTransport:
         watch: Callable[[], object] = lambda: None,
         version: bool = False,
         only_compares: bool = False,
+        hold: bool = False,
     ) -> Any:
         """As :meth:`recv_checkpoint`, with more arguments.
 
@@ -393,7 +450,8 @@ class PGTransport:
         ``absent`` names sources that cannot be reached, and why. If only they may hold a leaf, the receive fails
         instead of leaving that leaf as it was. ``permit`` is asked before a target is written, and may raise.
         ``watch`` is called now and then, and may raise to end the transfer. ``version``: ask each source for the digest
-        of its content. ``only_compares``: fetch and write nothing, and return how the targets differ.
+        of its content. ``only_compares``: fetch and write nothing, and return how the targets differ. With ``hold`` no
+        target is written: the result is a :class:`~transfuse._session.held_state.HeldState`, if there is a target.
         """
         caller, began = None, False
         try:
@@ -417,7 +475,8 @@ class PGTransport:
                 permit=permit,
                 version=version,
                 only_compares=only_compares,
-                options=replace(self._options, atomic=self._options.atomic and in_place),
+                hold=hold and in_place,
+                options=replace(self._options, atomic=self._options.atomic and in_place and not hold),
             )
             began = True
             return self._receive(request, report, caller, watch)
@@ -480,7 +539,7 @@ class PGTransport:
         except BaseException as error:
             if receive.result:
                 self._torn = ()  # The caller stopped after everything had arrived.
-                if request.target is not None or request.late is not None:
+                if (request.target is not None or request.late is not None) and not request.hold:
                     error.add_note("everything had arrived before this error: the targets hold the new state, whole")
             else:
                 receive.account_for(error)
@@ -488,11 +547,15 @@ class PGTransport:
             raise
         finally:
             receive.close()
+        (found,) = receive.result
+        if isinstance(found, HeldState):
+            found.remember = receive.roster.accepted.remember if not failed else found.remember
+            return found
         self._torn = ()
         report.version = version_of(report.step, receive.contents.values())
         if not failed:
             receive.roster.accepted.remember()
-        return receive.result[0]
+        return found
 
     def _talk_with(self, rank: int, receive: Receive, context: Context, line: SourceOrder) -> None:
         channel = Channel(self._group, rank, self._seconds, self._limits)
@@ -677,6 +740,20 @@ class PGTransport:
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"{name}: expected each rank once, but ranks appear twice in {list(ranks)}")
         return ranks
+
+
+def _asked(state_dict: Callable[[], object]) -> Callable[[], object]:
+    """Call the user's callback now, in this thread. What it returns, or raises, comes when the result is called."""
+    try:
+        target = state_dict()
+    except Exception as error:
+        failure = error
+
+        def fail() -> object:
+            raise failure
+
+        return fail
+    return lambda: target
 
 
 def _wire(body: bytes) -> torch.Tensor:

@@ -38,7 +38,10 @@ def fetch(sources: list[Any], target: Any, **options: Any) -> transfuse.Fetched:
     """From servers of these states, one each."""
     servers = [transfuse.serve(state, step=lambda: 5, token=TOKEN, timeout=20) for state in sources]
     try:
-        return transfuse.fetch([one.address for one in servers], target, token=TOKEN, timeout=20, **options)
+        found: transfuse.Fetched = transfuse.fetch(
+            [one.address for one in servers], target, token=TOKEN, timeout=20, **options
+        )
+        return found
     finally:
         for one in servers:
             one.close(cancel=True)

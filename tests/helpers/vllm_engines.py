@@ -281,7 +281,7 @@ def infer(rank: int, options: dict[str, Any], pause_at: int | str | None = None)
             pause(FETCH)
 
     if pause_at == FETCH:
-        transfuse.fetch = partial(transfuse.fetch, progress=pause_midway)
+        transfuse.fetch = partial(transfuse.fetch, progress=pause_midway)  # type: ignore[assignment]
     model.before = pause
 
     def fail(error: Exception) -> None:

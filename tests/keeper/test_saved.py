@@ -88,6 +88,16 @@ def test_the_newest_step_is_fetched(home: Home, tmp_path: pathlib.Path, place: i
     ]
 
 
+@pytest.mark.usefixtures("one")
+def test_it_is_fetched_ahead(tmp_path: pathlib.Path) -> None:
+    target = blank(state())
+    with transfuse.fetch(f"file://{tmp_path}", target, step=6, wait=False) as pending:
+        until(pending.done)
+        assert not target["model"]["w"].any()
+        assert pending.install().step == 6
+    assert exact(target, state())
+
+
 def test_a_step_is_chosen_by_the_address_or_by_the_call(one: Any, tmp_path: pathlib.Path) -> None:
     url = f"file://{tmp_path}"
     assert transfuse.fetch(f"{url}?step=6").step == 6

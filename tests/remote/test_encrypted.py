@@ -43,7 +43,8 @@ def served(state: Any, **options: Any) -> Iterator[transfuse.Server]:
 def fetched(server: transfuse.Server | str, state: Any = None, **options: Any) -> transfuse.Fetched:
     address = server if isinstance(server, str) else server.address
     chosen: Any = {"token": TOKEN, "tls": tls(), "timeout": WAIT, **options}
-    return transfuse.fetch(address, state, **chosen)
+    found: transfuse.Fetched = transfuse.fetch(address, state, **chosen)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- what arrives

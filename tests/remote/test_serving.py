@@ -96,7 +96,7 @@ def test_an_entry_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_an_entry_is_a_short_text() -> None:
     with pytest.raises(TypeError, match="entry takes a key"):
-        transfuse.fetch("127.0.0.1:1", entry=0)  # type: ignore[arg-type]
+        transfuse.fetch("127.0.0.1:1", entry=0)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="entry is at most 4096 bytes long, got 5000"):
         transfuse.fetch("127.0.0.1:1", entry="e" * 5000)
     with pytest.raises(ValueError, match=r"entry is a text that UTF-8 cannot write, got 'a\\udc80'"):

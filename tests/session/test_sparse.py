@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import transfuse
 from moves import CPU, TIMEOUT
+from serving import wait_until
 from shards import plain, shard
 from transfuse import Concat
 from transfuse._memory import patches
@@ -47,7 +48,8 @@ def step(tensor: torch.Tensor, seed: int, size: float = 1e-6) -> None:
 def fetched(server: transfuse.Server | list[str], target: Any, **options: Any) -> Report:
     address = server.address if isinstance(server, transfuse.Server) else server
     options = {"cast": True, "delta": True, "same_host": False, **options}
-    return transfuse.fetch(address, target, token=TOKEN, **options).report
+    found: transfuse.Fetched = transfuse.fetch(address, target, token=TOKEN, **options)
+    return found.report
 
 
 @pytest.fixture(params=[False, True], ids=["stream", "memory"])
@@ -374,3 +376,75 @@ def test_states_that_are_copies_are_no_base() -> None:
         fetched(one, {"w": held})
         assert fetched(two, {"w": held}).patched_bytes == 0
     assert torch.equal(held, other.bfloat16())
+
+
+def test_to_verify_writes_nothing_and_takes_no_room() -> None:
+    w, held = weights(), torch.zeros(VALUES, dtype=torch.bfloat16)
+    with transfuse.serve({"w": w}, token=TOKEN, history=1) as server:
+        assert not transfuse.verify(server.address, {"w": held}, token=TOKEN, cast=True)
+        assert server._remembered.history.nbytes == 0
+        fetched(server, {"w": held})
+        with server.mutating():
+            step(w, 0)
+        before = held.clone()
+        assert not transfuse.verify(server.address, {"w": held}, token=TOKEN, cast=True)
+        assert torch.equal(held, before)
+        assert fetched(server, {"w": held}).patched_bytes == held.nbytes
+        assert transfuse.verify(server.address, {"w": held}, token=TOKEN, cast=True)
+
+
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "ahead"])
+def test_patches_are_held_in_the_place_of_parcels(atomic: bool) -> None:
+    w, held = weights(), torch.zeros(VALUES, dtype=torch.bfloat16)
+    with transfuse.serve({"w": w}, token=TOKEN, history=1) as server:
+        fetched(server, {"w": held})
+        with server.mutating():
+            step(w, 0)
+        if atomic:
+            report = fetched(server, {"w": held}, atomic=True)
+        else:
+            before = held.clone()
+            pending = transfuse.fetch(
+                server.address, {"w": held}, token=TOKEN, cast=True, delta=True, same_host=False, wait=False
+            )
+            with pending:
+                wait_until(pending.done)
+                assert torch.equal(held, before)
+                report = pending.install().report
+        assert torch.equal(held, w.bfloat16())
+        assert report.patched_bytes == held.nbytes
+        assert 0 < report.held_bytes == report.patch_bytes < 0.07 * held.nbytes
+
+
+def test_a_target_that_is_changed_before_it_is_installed() -> None:
+    w, held = weights(), torch.zeros(VALUES, dtype=torch.bfloat16)
+    with transfuse.serve({"w": w}, token=TOKEN, history=1) as server:
+        fetched(server, {"w": held})
+        with server.mutating():
+            step(w, 0)
+        with transfuse.fetch(server.address, {"w": held}, token=TOKEN, cast=True, delta=True, wait=False) as pending:
+            wait_until(pending.done)
+            held[7] += 1
+            with pytest.raises(transfuse.StateError, match=r"1 leaves have changed .*\['w'\]"):
+                pending.install()
+        fetched(server, {"w": held})
+    assert torch.equal(held, w.bfloat16())
+
+
+def test_what_is_examined_is_made_of_its_patch_before_it_is_installed() -> None:
+    """The indices of a sparse tensor are checked before a target is written: patched ones too."""
+    torch.manual_seed(0)
+    values, indices = torch.randn(VALUES // 4), torch.arange(VALUES // 4)
+    made = torch.sparse_coo_tensor(indices[None], values, (VALUES,), is_coalesced=True)
+    state, target = {"s": made}, {"s": made.clone()}
+    target["s"]._values().zero_()
+    with transfuse.serve(state, token=TOKEN, history=1) as server:
+        fetched(server, target, cast=False)
+        for _ in range(2):
+            with server.mutating():
+                made._values()[3] += 1
+                made._indices()[0, -1] += 1
+            report = fetched(server, target, cast=False, atomic=True)
+            assert torch.equal(target["s"]._indices(), made._indices())
+            assert torch.equal(target["s"]._values(), made._values())
+    assert report.patched_bytes > 0

@@ -34,8 +34,14 @@ class Receipt:
         self._state = state
         self.target = ask(state.tree)
         self._copies = ReturnedCopies(self.target, ask(state.tree))
+        self._places = [place for place in state.places() if not belongs_to_rank(place.value)]
         #: Objects and plain values that take what could not land in place.
         self._takers: list[StatePart] = []
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the target has copies of what the state holds."""
+        return bool(self._copies.paths)
 
     def mesh(self) -> Callable[[MeshDescription], DeviceMesh] | None:
         """For the option ``mesh``: DTensors that arrive fresh, as new moments, get one of the target's own."""
@@ -83,7 +89,7 @@ class Receipt:
         """
         if self._state.is_made:
             return [each.path for each in unplaced(cohorts, target)]
-        places = [place for place in self._state.places() if not belongs_to_rank(place.value)]
+        places = self._places
         takers: dict[Any, StatePart] = {}
         homeless, absent = list[str](), list[str]()
         copies = [Unplaced(path, is_value=False) for path in self._copies.paths]

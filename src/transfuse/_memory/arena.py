@@ -32,6 +32,8 @@ ALIGNMENT = 64
 #: The dtypes that numpy has too.
 _NUMPY_TYPES = {torch.from_numpy(np.empty(0, code)).dtype: np.dtype(code) for code in "?bBhHiIlLefdFD"}
 
+#: Python names it from 3.13 on.
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
@@ -73,6 +75,12 @@ class Arena:
             self.mappings.append(_map(int(ends[stop - 1]) - begin))
             first, begin = stop, int(ends[stop - 1])
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes all storages have."""
+        cut = int(self._nbytes[self.mapping >= 0].sum())
+        return cut + sum(int(self._nbytes[number]) for number in self._storages if self.mapping[number] < 0)
+
     def __contains__(self, number: int) -> bool:
         return number in self._storages or bool(self.mapping[number] >= 0)
 
@@ -111,6 +119,17 @@ class Arena:
         return result.resize_(*shape) if shape else result.squeeze_(0)
 
 
+def reserve(nbytes: int, *, whole: bool) -> torch.Tensor:
+    """A range of addresses, of one byte at least, that takes memory only where something is written.
+
+    ``whole``: all of it will be written. ``RuntimeError`` if there is no room.
+    """
+    mapping = _map(max(nbytes, 1), is_whole=whole)
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTFORK)  # A child does nothing with it, and should pay nothing for it.
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
 def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """Allocate through torch. In main memory the bytes stay unfilled even in deterministic mode."""
     if device.type == "cpu":
@@ -118,13 +137,16 @@ def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
-def _map(nbytes: int) -> mmap.mmap:
-    """Map fresh memory. A mapping returns to the system with its last user; malloc might keep it."""
+def _map(nbytes: int, *, is_whole: bool = True) -> mmap.mmap:
+    """Map fresh memory. A mapping returns to the system with its last user; malloc might keep it.
+
+    ``is_whole``: all of it will be written. Otherwise the system keeps nothing ready for what will not be.
+    """
     try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if is_whole else _NO_RESERVE))
+    except (OSError, OverflowError) as error:
         raise RuntimeError(f"cannot map {nbytes} bytes: {error}") from error
-    if _MADV_HUGEPAGE is not None and nbytes >= ARENA_HUGE_BYTES:
+    if _MADV_HUGEPAGE is not None and nbytes >= ARENA_HUGE_BYTES and is_whole:
         with suppress(OSError):
             mapping.madvise(_MADV_HUGEPAGE)
     return mapping

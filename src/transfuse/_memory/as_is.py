@@ -6,7 +6,7 @@ the result is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 
 from transfuse._memory.building import Builder, tensor_over
 from transfuse._memory.fresh import FreshMemory, MemorySupply, allocate, say_where
-from transfuse._memory.landing import Built, Copy, Landing
+from transfuse._memory.landing import Built, Landing
 from transfuse._memory.packing import RegionPlace, place_in_storage, place_in_tensor
 from transfuse._plan import parcels
 from transfuse._plan.match import Match
@@ -57,32 +57,24 @@ class AsIs(Landing):
         supply: MemorySupply,
         *,
         parcel_bytes: int,
-        atomic: bool,
         kept: ReusablePlan | None = None,
     ) -> None:
         self.manifest = manifest
-        self.atomic = atomic
         self._kept = kept
         self._found = found
-        #: With ``atomic`` every storage lands whole in fresh memory, so no storage is apart.
-        self._apart, self._wanted = ([], []) if atomic else (found.apart, found.wanted)
+        self._apart, self._wanted = found.apart, found.wanted
         self._regions = lay_out(manifest, self._apart, self._wanted) if kept is None else kept.regions
-        self._destinations = [None] * len(manifest.tensors) if atomic else found.destinations
-        #: For each tensor, whether its bytes land in a target.
-        self._in_target: Bools = np.zeros(len(manifest.tensors), dtype=bool) if atomic else self.placed
+        self._destinations = found.destinations
         #: For each tensor, whether it is built over fresh memory.
-        self._fresh: Bools = ~self._in_target
-        if found.tied and not atomic:
+        self._fresh: Bools = ~self.placed
+        if found.tied:
             self._fresh[list(found.tied)] = False
-        # With ``atomic`` copies of targets are fresh too, but nobody will see these.
-        say_where(manifest, self._fresh & ~self.placed, supply.device)
+        say_where(manifest, self._fresh, supply.device)
         memory = supply.kept
         if memory is None or not memory.fits(self._fresh, {}):
-            memory = FreshMemory(self._fresh, allocate(manifest, self._fresh, supply), {}, ())
+            memory = FreshMemory(self._fresh, allocate(manifest, self._fresh, supply), {})
         self.memory = memory
         self._arena = memory.arena
-        #: With ``atomic``, all tensors, once they are built.
-        self._built: list[torch.Tensor] | None = None
         #: Cut only after the allocation: the memory that could be allocated bounds the number of parcels.
         self.cut = parcels.cut(self._regions, parcel_bytes) if kept is None else kept.cut
         self.shares: Everything = kept.shares if kept else Everything(manifest, self.cut, self._apart, self._wanted)
@@ -109,7 +101,7 @@ class AsIs(Landing):
         regions, found = self._regions, self._found
         # A union of overlapping tensors has no tensor of its own (-1), and lands in fresh memory.
         rows = np.maximum(regions.tensor, 0)
-        placed = (regions.tensor >= 0) & self._in_target[rows] if len(self._in_target) else regions.tensor >= 0
+        placed = (regions.tensor >= 0) & self.placed[rows] if len(self.placed) else regions.tensor >= 0
         fresh = self._arena.address[regions.storage]
         result = np.where(~placed & (fresh > 0), fresh + regions.start, 0)
         if placed.any():
@@ -120,12 +112,12 @@ class AsIs(Landing):
     def _is_one_place(self, region: int) -> bool:
         """Whether all tensors of a region share one memory here too, with the source's layout."""
         members = list(self._regions.members(region))
-        if not self._in_target[members].any():
+        if not self.placed[members].any():
             return bool(self._fresh[members].all())
         addresses, copies_as_bytes = self._found.address[members], self._found.copies_as_bytes[members]
         # Memory of other devices has no address here, so its tensors do not count as the same.
         same = addresses[0] > 0 and bool((addresses == addresses[0]).all())
-        return bool(same and self._in_target[members].all() and copies_as_bytes.all())
+        return bool(same and self.placed[members].all() and copies_as_bytes.all())
 
     @cached_property
     def has_single_place(self) -> Bools:
@@ -141,10 +133,8 @@ class AsIs(Landing):
 
     @cached_property
     def held(self) -> Bools:
-        # A copy can begin with its target's bytes only if the two have the same layout.
-        has_target = self.placed & self._found.copies_as_bytes if self.atomic else self.placed
-        rows = self._regions.tensor
-        return self.has_single_place & (rows >= 0) & (has_target[np.maximum(rows, 0)] if len(has_target) else rows >= 0)
+        rows, placed = self._regions.tensor, self.placed
+        return self.has_single_place & (rows >= 0) & (placed[np.maximum(rows, 0)] if len(placed) else rows >= 0)
 
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
         if region in self._regions.strided or (region in self._regions.also and not self._is_one_place(region)):
@@ -160,21 +150,48 @@ class AsIs(Landing):
         return dense.over(target.untyped_storage(), torch.uint8, start + low, (high - low,), (1,))
 
     def places(self, region: int) -> list[RegionPlace]:
-        members = self._regions.members(region)
         result: list[RegionPlace] = []
-        for row in members:
+        for row in self._regions.members(region):
             target = self._destinations[row]
             if target is not None:
-                place = place_in_tensor(target, self.manifest.tensors.form(row), int(self.manifest.tensors.flags[row]))
+                place = self._place_in(target, row)
                 if not any(_same_place(place, other) for other in result):
                     result.append(place)
-        number = int(self._regions.storage[region])
-        if number in self._arena and (not members or self._fresh[list(members)].any()):
-            memory = self._arena.bytes_of(number)
-            result.append(
-                place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._regions.region(region))
-            )
+        return result + self.fresh_places(region)
+
+    def _place_in(self, target: torch.Tensor, row: int) -> RegionPlace:
+        return place_in_tensor(target, self.manifest.tensors.form(row), int(self.manifest.tensors.flags[row]))
+
+    def fresh_places(self, region: int) -> list[RegionPlace]:
+        members, number = self._regions.members(region), int(self._regions.storage[region])
+        if number not in self._arena or (members and not self._fresh[list(members)].any()):
+            return []
+        memory = self._arena.bytes_of(number)
+        return [place_in_storage(memory.untyped_storage(), dense.offset_of(memory), self._regions.region(region))]
+
+    @cached_property
+    def in_targets(self) -> Bools:
+        rows = self._regions.tensor
+        result: Bools = (rows >= 0) & (self.placed[np.maximum(rows, 0)] if len(self.placed) else rows >= 0)
+        for region in self._regions.also:
+            result[region] = self.placed[list(self._regions.members(region))].any()
         return result
+
+    @property
+    def also_fresh(self) -> Sequence[int]:
+        return [region for region in self._regions.also if self.in_targets[region] and self.fresh_places(region)]
+
+    def scratch(self, leaf: int) -> tuple[list[torch.Tensor], list[tuple[int, RegionPlace]]]:
+        tensors: list[torch.Tensor] = []
+        places: list[tuple[int, RegionPlace]] = []
+        for row in range(*self.manifest.first_tensors[leaf : leaf + 2].tolist()):
+            target = self._destinations[row]
+            assert target is not None
+            tensors.append(target.detach().clone())
+            regions = np.flatnonzero(self._regions.tensor == row).tolist()
+            regions += [region for region, others in self._regions.also.items() if row in others]
+            places += [(region, self._place_in(tensors[-1], row)) for region in regions]
+        return tensors, places
 
     def tensors_of(self, chosen: Bools) -> Bools:
         regions, tensors = self._regions, self.manifest.tensors
@@ -189,7 +206,7 @@ class AsIs(Landing):
             result |= np.isin(tensors.storage, regions.storage[chosen][tangled])
         if self._apart:
             # Tensors that were not wanted look into the storage through a tensor that was.
-            apart = np.intersect1d(tensors.storage[result & self._in_target], np.array(self._apart, dtype=np.int64))
+            apart = np.intersect1d(tensors.storage[result & self.placed], np.array(self._apart, dtype=np.int64))
             unasked = np.isin(tensors.storage, apart)
             unasked[self._wanted] = False
             result |= unasked
@@ -216,14 +233,6 @@ class AsIs(Landing):
         partners = map(found.merged.partner.__getitem__, self.manifest.leaves_of(tensors).tolist())
         return targets, list(map(found.target_leaves.__getitem__, partners))
 
-    def copies(self) -> Iterator[Copy]:
-        flags, copies_as_bytes = self.manifest.tensors.flags, self._found.copies_as_bytes
-        for row, target in enumerate(self._found.destinations if self.atomic else ()):
-            if target is not None and target.numel():
-                tensor = self._tensor(row) if self._built is None else self._built[row]
-                signs = dense.signs_between(target, int(flags[row]))
-                yield Copy(target, tensor, signs, bool(copies_as_bytes[row]))
-
     # -- the result
 
     def build(self, builder: Builder) -> Built:
@@ -232,9 +241,7 @@ class AsIs(Landing):
         codes = np.frombuffer(manifest.kinds, np.uint8)
         plain = codes == Leaf.TENSOR
         alone = plain & (partners < 0)
-        built = self._built = self._build(np.arange(len(manifest.tensors), dtype=np.int64)) if self.atomic else None
-        fresh = manifest.first_tensors[:-1][alone]
-        tensors = self._build(fresh) if built is None else [built[row] for row in fresh.tolist()]
+        tensors = self._build(manifest.first_tensors[:-1][alone])
         # A leaf without a partner (-1) gets the None at the end of the list for now.
         leaves: list[Any] = list(map([*found.target_leaves, None].__getitem__, found.merged.partner))
         for leaf, tensor in zip(np.flatnonzero(alone).tolist(), tensors, strict=True):
@@ -246,12 +253,9 @@ class AsIs(Landing):
                 continue
             partner = found.merged.partner[leaf]
             rows = range(*manifest.first_tensors[leaf : leaf + 2].tolist())
-            inner = (built[row] if built is not None else self._tensor(row) for row in rows)
             if partner < 0 or any(found.destinations[row] is None for row in rows):
-                leaves[leaf] = builder.leaf(leaf, inner)
+                leaves[leaf] = builder.leaf(leaf, map(self._tensor, rows))
                 continue
-            if built is not None:
-                builder.examine(leaf, inner)
             settling.append((leaf, leaves[leaf]))
         ordered = found.merged.arrange(leaves, found.target_leaves)
         return Built(trees.unflatten(found.merged.root, ordered), settling)
@@ -306,7 +310,7 @@ class AsIs(Landing):
         known = self._inner.get(row)
         if known is not None:
             return known
-        anchor = self._found.tied.get(row) if not self.atomic else None
+        anchor = self._found.tied.get(row)
         if anchor is not None:
             target = self._destinations[anchor]
             assert target is not None

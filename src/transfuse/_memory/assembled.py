@@ -17,13 +17,14 @@ import xxhash
 
 from transfuse._memory.building import Builder
 from transfuse._memory.fresh import FreshMemory, FreshTensors, MemorySupply
-from transfuse._memory.landing import Built, Copy, Landing
+from transfuse._memory.landing import Built, Landing
 from transfuse._memory.packing import RegionPlace
 from transfuse._options import Options
 from transfuse._plan import parcels
 from transfuse._plan.apply_rules import BlockPair
 from transfuse._plan.catalogue import Catalogue, Late
 from transfuse._plan.cohorts import Cohort
+from transfuse._plan.destinations import Destination
 from transfuse._plan.match import Prepared, prepare
 from transfuse._plan.needed_blocks import NeededBlocks
 from transfuse._plan.outline import Outline
@@ -106,7 +107,6 @@ class Assembly(Landing):
         self.cut = cut
         self.shares = SharesOfPieces(cohorts, needed.blocks, pieces, cut)
         self.memory = memory
-        self.atomic = needed.atomic
         self._cohorts = cohorts
         self._needed = needed
         self._pieces = pieces
@@ -118,7 +118,7 @@ class Assembly(Landing):
     def keep(self, outline: Outline) -> Assembly | None:
         """This plan without its tensors, for the next receive; None if that receive must plan by itself."""
         needed = self._needed
-        if needed.atomic or needed.fresh:
+        if needed.fresh:
             return None  # The next receive needs other memory.
         if not self._numbers:
             numbers = outline.numbers_of([destination.tensor for destination in needed.destinations])
@@ -201,17 +201,49 @@ class Assembly(Landing):
 
     def places(self, region: int) -> list[RegionPlace]:
         need = self._needed.blocks[int(self._pieces.need[region])]
-        n = len(need.block.start)
-        first, sizes = self._pieces.start[region, :n].tolist(), self._pieces.sizes[region, :n].tolist()
-        result = []
-        for destination, at in need.destinations:
-            offset = destination.offset + sum(
-                (a + f - b) * s for a, f, b, s in zip(at, first, need.block.start, destination.strides, strict=True)
-            )
-            kind = dense.ITEM_TYPES[destination.item] if destination.wire is None else destination.tensor.dtype
-            view = dense.over(destination.tensor.untyped_storage(), kind, offset, *merged(sizes, destination.strides))
-            result.append(RegionPlace(view, 0, destination.signs, destination.wire))
+        return [self._place_in(destination, at, region) for destination, at in need.destinations]
+
+    def _place_in(self, destination: Destination, at: tuple[int, ...], region: int) -> RegionPlace:
+        """The place of a piece in a tensor in which its block begins at ``at``."""
+        begin = self._needed.blocks[int(self._pieces.need[region])].block.start
+        first, sizes = (column[region, : len(begin)].tolist() for column in (self._pieces.start, self._pieces.sizes))
+        offset = destination.offset + sum(
+            (a + f - b) * s for a, f, b, s in zip(at, first, begin, destination.strides, strict=True)
+        )
+        kind = dense.ITEM_TYPES[destination.item] if destination.wire is None else destination.tensor.dtype
+        view = dense.over(destination.tensor.untyped_storage(), kind, offset, *merged(sizes, destination.strides))
+        return RegionPlace(view, 0, destination.signs, destination.wire)
+
+    def fresh_places(self, region: int) -> list[RegionPlace]:
+        need = self._needed.blocks[int(self._pieces.need[region])]
+        return [self._place_in(one, at, region) for one, at in need.destinations if one.fresh]
+
+    @property
+    def in_targets(self) -> Bools:
+        blocks = self._needed.blocks
+        placed = np.array([any(not one.fresh for one, _ in need.destinations) for need in blocks], dtype=bool)
+        result: Bools = placed[self._pieces.need]
         return result
+
+    @property
+    def also_fresh(self) -> Sequence[int]:
+        both = [len({one.fresh for one, _ in need.destinations}) > 1 for need in self._needed.blocks]
+        return np.flatnonzero(np.array(both, dtype=bool)[self._pieces.need]).tolist()
+
+    def scratch(self, leaf: int) -> tuple[list[torch.Tensor], list[tuple[int, RegionPlace]]]:
+        tensors: list[torch.Tensor] = []
+        places: list[tuple[int, RegionPlace]] = []
+        for destination in self._needed.destinations:
+            if destination.fresh or destination.leaf != self._needed.partner[leaf]:
+                continue
+            copy = replace(destination, tensor=destination.tensor.detach().clone())
+            tensors.append(copy.tensor)
+            for number, need in enumerate(self._needed.blocks):
+                for one, at in need.destinations:
+                    if one is destination or (destination in need.tied and one.is_same(destination)):
+                        pieces = np.flatnonzero(self._pieces.need == number).tolist()
+                        places += [(region, self._place_in(copy, at, region)) for region in pieces]
+        return tensors, places
 
     def tensors_of(self, regions: Bools) -> Bools:
         chosen = np.zeros(len(self._needed.blocks), dtype=bool)
@@ -261,13 +293,7 @@ class Assembly(Landing):
 
     def targets(self, tensors: Ints) -> tuple[list[torch.Tensor], list[Any]]:
         chosen, leaves = [self._needed.destinations[i] for i in tensors.tolist()], self._needed.prepared.leaves
-        return [destination.own for destination in chosen], [leaves[destination.leaf] for destination in chosen]
-
-    def copies(self) -> Iterator[Copy]:
-        for destination in self._needed.destinations:
-            if destination.final is not None and destination.tensor.numel():
-                # The copy has the target's signs already: they were flipped as the bytes landed in the copy.
-                yield Copy(destination.final, destination.tensor, None, True)
+        return [destination.tensor for destination in chosen], [leaves[destination.leaf] for destination in chosen]
 
     # -- the result
 
@@ -285,7 +311,6 @@ class Assembly(Landing):
             blob = number == 0 and leaf in needed.fresh
             replaced[target] = built[leaf] if blob else values.decode(self._cohorts[number].manifest.detail(leaf))
         state = trees.unflatten(needed.result.root, needed.result.arrange(built, replaced))
-        self._examine(builder)
         settling = [
             (leaf, targets[partner])
             for leaf, partner in needed.partner.items()
@@ -295,16 +320,6 @@ class Assembly(Landing):
 
     def _is_unsharded_composite(self, leaf: int) -> bool:
         return self.manifest.kinds[leaf] == Leaf.COMPOSITE and not is_sharded(self.manifest.detail(leaf))
-
-    def _examine(self, builder: Builder) -> None:
-        """Check the copies of composite leaves for consistency, before any target is written."""
-        aside: dict[int, list[torch.Tensor]] = {}
-        for destination in self._needed.destinations:
-            if destination.final is not None:
-                aside.setdefault(destination.leaf, []).append(destination.tensor)
-        for leaf, partner in self._needed.partner.items():
-            if partner in aside and self._is_unsharded_composite(leaf):
-                builder.examine(leaf, aside[partner])
 
     def _fresh_tensors(self, leaf: int) -> Iterator[torch.Tensor]:
         tensors, first = self.manifest.tensors, self.manifest.first_tensors

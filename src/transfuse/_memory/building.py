@@ -37,6 +37,10 @@ class Builder(NamedTuple):
         with self._naming(leaf):
             self.registry.examine(self.manifest.detail(leaf), iter(tensors), self.context)
 
+    def checks_data(self, leaf: int) -> bool:
+        """Whether :meth:`examine` looks at the data of this leaf."""
+        return self.registry.checks_data(self.manifest.detail(leaf))
+
     def settle(self, leaf: int, target: Any) -> None:
         """Check and finish a target after all bytes have landed in it."""
         with self._naming(leaf):

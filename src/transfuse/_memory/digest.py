@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import xxhash
 
@@ -16,6 +17,8 @@ import xxhash
 Run: TypeAlias = tuple[int, int]
 
 WIDE_BYTES = 16
+#: A column of digests of 128 bits.
+WideDigests: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
 
 def digest_of(data: torch.Tensor | Run) -> int:
@@ -27,8 +30,11 @@ def digest_of(data: torch.Tensor | Run) -> int:
     return xxhash.xxh3_64_intdigest(_memory(host))
 
 
-def wide_digest_of(data: torch.Tensor) -> bytes:
-    """The 128-bit digest of the bytes of a contiguous uint8 tensor, on any device."""
+def wide_digest_of(data: torch.Tensor | Run) -> bytes:
+    """The 128-bit digest of the same."""
+    if isinstance(data, tuple):
+        address, nbytes = data
+        return xxhash.xxh3_128_digest((ctypes.c_char * nbytes).from_address(address))
     host = data.cpu()
     return xxhash.xxh3_128_digest(_memory(host))
 

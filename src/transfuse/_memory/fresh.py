@@ -1,12 +1,12 @@
-"""Fresh memory: all memory that one receive allocates, for leaves without a target and for copies of targets."""
+"""Fresh memory: all memory that one receive allocates, for leaves without a target, and for what is held."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,13 @@ from transfuse._state.tensors import Bools, device_type, on_cpu
 logger = logging.getLogger("transfuse")
 
 
+class HeldMemory(NamedTuple):
+    """What is held aside until it is installed: in main memory, and on the wire's device."""
+
+    here: torch.Tensor
+    there: torch.Tensor
+
+
 class FreshMemory(NamedTuple):
     """All memory that one receive has allocated. A later receive of the same state may use it again."""
 
@@ -29,14 +36,16 @@ class FreshMemory(NamedTuple):
     arena: Arena
     #: For each leaf that is a fresh DTensor, its local tensor.
     local_tensors: Mapping[int, torch.Tensor]
-    #: With ``atomic``, the copies that are written before the targets, unless the arena has them.
-    copies: Sequence[torch.Tensor]
+    #: The parcels that are held aside, if any are.
+    held: HeldMemory | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes arrive fresh."""
+        return self.arena.nbytes + sum(tensor.nbytes for tensor in self.local_tensors.values())
 
     def fits(self, tensors: Bools, local_shapes: Mapping[int, tuple[int, ...]]) -> bool:
-        """Whether this memory serves these tensors and local tensors of the same manifest.
-
-        The copies are not compared here: the planner checks each one before it uses it.
-        """
+        """Whether this memory serves these tensors and local tensors of the same manifest."""
         mine = {leaf: tuple(tensor.shape) for leaf, tensor in self.local_tensors.items()}
         return bool(np.array_equal(self.tensors, tensors)) and mine == dict(local_shapes)
 
@@ -77,41 +86,13 @@ class FreshTensors:
     def __init__(self, manifest: Manifest, supply: MemorySupply) -> None:
         self._manifest = manifest
         self._supply = supply
-        self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
         self._memory: FreshMemory | None = None
 
     @property
     def memory(self) -> FreshMemory:
         """All that has been allocated. :meth:`allocate` comes first."""
-        return self._allocated._replace(copies=tuple(self._copies.values()))
-
-    @property
-    def _allocated(self) -> FreshMemory:
         assert self._memory is not None
         return self._memory
-
-    def copy_of(self, target: torch.Tensor) -> torch.Tensor:
-        """The copy of a target: one for each memory, with the same raw items but no conj or neg bit.
-
-        An earlier receive of the same state into the same target made the same copies in the same order, so a copy that
-        is kept from there is found by its number.
-        """
-        key = (
-            target.untyped_storage().data_ptr(),
-            target.storage_offset(),
-            target.dtype,
-            target.shape,
-            target.stride(),
-        )
-        known = self._copies.get(key)
-        if known is None:
-            kept, number = self._supply.kept, len(self._copies)
-            if kept is not None and number < len(kept.copies) and _are_alike(kept.copies[number], target):
-                known = kept.copies[number]
-            else:
-                known = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-            self._copies[key] = known
-        return known
 
     def allocate(self, wanted: Bools, local_shapes: Mapping[int, tuple[int, ...]]) -> None:
         """Allocate the ``wanted`` tensors of the manifest, and for these leaves local tensors of these shapes."""
@@ -123,18 +104,18 @@ class FreshTensors:
         say_where(self._manifest, wanted, self._supply.device)
         arena = allocate(self._manifest, wanted, self._supply, sum(sizes))
         local_tensors = {leaf: self._empty(leaf, shape) for leaf, shape in local_shapes.items()}
-        self._memory = FreshMemory(wanted, arena, local_tensors, ())
+        self._memory = FreshMemory(wanted, arena, local_tensors)
 
     def tensor(self, row: int) -> torch.Tensor:
         """Tensor ``row`` of the manifest, which was wanted, without its flags."""
         described = self._manifest.tensors
-        storage = self._allocated.arena.storage(int(described.storage[row]))
+        storage = self.memory.arena.storage(int(described.storage[row]))
         offset = int(described.offset[row]) if described.numel[row] else 0
         return dense.over(storage, self._manifest.dtype_of(row), offset, described.shape(row), described.stride(row))
 
     def local_tensor(self, leaf: int) -> torch.Tensor:
         """The local tensor of a fresh DTensor."""
-        return self._allocated.local_tensors[leaf]
+        return self.memory.local_tensors[leaf]
 
     def _dtype(self, leaf: int) -> torch.dtype:
         return self._manifest.dtype_of(int(self._manifest.first_tensors[leaf]))
@@ -144,10 +125,6 @@ class FreshTensors:
         storage = int(self._manifest.tensors.storage[int(self._manifest.first_tensors[leaf])])
         device = _home_of(storages.devices[int(storages.device[storage])], self._supply.device)
         return torch.empty(shape, dtype=self._dtype(leaf), device=device)
-
-
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _home_of(name: str, wire: torch.device) -> torch.device:

@@ -2,13 +2,14 @@
 
 A subclass says where every region lands: :mod:`as_is` for a state that lands as it is, in columns, and
 :mod:`assembled` for everything else, tensor by tensor. :class:`Landing` does the rest for both: it records which
-regions have been written and which leaves have arrived, and with ``atomic`` it applies the copies at the end.
+regions have been written and which leaves have arrived. :mod:`held` stands in front of both, if no target may be
+written before everything is here.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import compress
 from operator import is_not
@@ -17,30 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from transfuse._memory import device_copies
 from transfuse._memory.building import Builder
 from transfuse._memory.fresh import FreshMemory
 from transfuse._memory.packing import RegionPlace
 from transfuse._plan.parcels import Parcels
 from transfuse._plan.shares import Shares
-from transfuse._state.leaves import dense
 from transfuse._state.leaves.block import tensor_in
 from transfuse._state.leaves.codec import BuildContext
 from transfuse._state.leaves.registry import Registry
 from transfuse._state.manifest import Manifest
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
-
-
-class Copy(NamedTuple):
-    """With ``atomic``: memory that is written instead of a target, and copied into the target at the end."""
-
-    target: torch.Tensor
-    tensor: torch.Tensor
-    #: The sign bits to flip while the copy is written into the target.
-    signs: dense.Signs | None
-    #: Whether copy and target have the same bytes for each item, so that the copy may begin with the target's bytes.
-    alike: bool
 
 
 class Built(NamedTuple):
@@ -63,8 +51,6 @@ class Landing(ABC):
     shares: Shares
     #: The memory that a later receive of the same state may use again.
     memory: FreshMemory
-    #: Whether targets are written only at the end, from copies.
-    atomic: bool
 
     # -- a row for each region
 
@@ -86,10 +72,7 @@ class Landing(ABC):
     @property
     @abstractmethod
     def held(self) -> Bools:
-        """Whether the region lies in a target, or in a copy that may begin with a target's bytes.
-
-        Such memory may hold the right bytes already.
-        """
+        """Whether the region lies in a target: such memory may hold the right bytes already."""
 
     @abstractmethod
     def run(self, region: int, low: int, high: int) -> torch.Tensor | None:
@@ -102,6 +85,24 @@ class Landing(ABC):
     @abstractmethod
     def tensors_of(self, regions: Bools) -> Bools:
         """Which tensors get bytes from these regions."""
+
+    @property
+    @abstractmethod
+    def in_targets(self) -> Bools:
+        """Whether the region has a place in a target."""
+
+    @property
+    @abstractmethod
+    def also_fresh(self) -> Sequence[int]:
+        """The regions that have a place in a target and another one in fresh memory."""
+
+    @abstractmethod
+    def fresh_places(self, region: int) -> list[RegionPlace]:
+        """The places of a region that lie in fresh memory."""
+
+    @abstractmethod
+    def scratch(self, leaf: int) -> tuple[list[torch.Tensor], list[tuple[int, RegionPlace]]]:
+        """Copies of the tensors in the target of a composite leaf, and the place in them of each of its regions."""
 
     # -- a row for each tensor
 
@@ -123,10 +124,6 @@ class Landing(ABC):
     def targets(self, tensors: Ints) -> tuple[list[torch.Tensor], list[Any]]:
         """The targets of these placed tensors, and for each the leaf of the target's tree that contains it."""
 
-    @abstractmethod
-    def copies(self) -> Iterable[Copy]:
-        """With ``atomic``, all copies of targets; otherwise none."""
-
     @property
     @abstractmethod
     def fingerprint(self) -> int:
@@ -134,13 +131,12 @@ class Landing(ABC):
 
     @abstractmethod
     def build(self, builder: Builder) -> Built:
-        """Build the state from the landed bytes. With ``atomic`` no target is written yet."""
+        """Build the state from the landed bytes."""
 
     def begin(self) -> None:
         """Begin a receive: nothing has been written."""
         #: For each region, whether some of its memory may have been written.
         self._touched: Bools = np.zeros(len(self.cut.regions), dtype=bool)
-        self._applied = False
         #: Whether something was written since autograd was told.
         self._untold = False
         #: The result, if it was built ahead of its time.
@@ -148,8 +144,8 @@ class Landing(ABC):
 
     @property
     def writes_targets(self) -> bool:
-        """Whether parcels may land straight in the caller's memory: not with ``atomic``, and not without a target."""
-        return not self.atomic and bool(self.placed.any())
+        """Whether parcels may land straight in the caller's memory."""
+        return bool(self.placed.any())
 
     # -- what has been written
 
@@ -178,11 +174,14 @@ class Landing(ABC):
 
     def _written(self) -> Bools:
         """For each tensor, whether it is a target's and has been written to."""
-        if self._applied:
-            return self.placed
-        if self.atomic:
-            return np.zeros(len(self.placed), dtype=bool)
         return self.tensors_of(self._touched) & self.placed
+
+    # -- what the targets have already
+
+    @property
+    def before(self) -> Landing:
+        """Where a region lies that was in the targets before anything arrived."""
+        return self
 
     # -- what has arrived
 
@@ -208,79 +207,21 @@ class Landing(ABC):
     def _paths_of(self, tensors: Bools) -> list[str]:
         return [self.paths[leaf] for leaf in np.unique(self.leaf[tensors]).tolist()]
 
-    # -- copies
-
-    def fill_copies(self, seconds: float) -> None:
-        """With ``atomic``: copy the targets' bytes into their copies, where the two have the same layout.
-
-        ``seconds``: how long copies between a device and main memory may be under way.
-        """
-        runs: list[device_copies.Run] = []
-        for target, tensor, _, alike in self.copies():
-            if not alike:
-                continue
-            mine, theirs = dense.raw(target), dense.raw(tensor)
-            run = _run_between(mine, theirs)
-            if run is None:
-                theirs.copy_(mine)
-            else:
-                runs.append(run)
-        if runs:
-            device_copies.to_ordinary(runs, seconds)
-
-    def _apply_copies(self, seconds: float) -> None:
-        """Write the targets. Called when everything has arrived and every step that can fail is done."""
-        self._applied = self.atomic
-        self._untold = self._untold or self._applied
-        runs: list[device_copies.Run] = []
-        for target, tensor, signs, _ in self.copies():
-            mine, theirs = dense.raw(target), dense.raw(tensor)
-            if signs is not None:
-                theirs = theirs.clone(memory_format=torch.contiguous_format)
-                signs.flip(theirs.view(-1))
-            for d in range(target.ndim):
-                if target.stride(d) == 0:  # The source repeats this dimension too: one element stands for all.
-                    mine, theirs = mine.narrow(d, 0, 1), theirs.narrow(d, 0, 1)
-            run = _run_between(mine, theirs)
-            if run is None:
-                mine.copy_(theirs)
-            else:
-                runs.append(run)
-        if runs:
-            device_copies.from_ordinary(runs, seconds)
-
     # -- the result
 
     def work_ahead(self, build_context: BuildContext, registry: Registry) -> None:
         """Do what :meth:`finish` and :meth:`bump_versions` would do later, once nothing lands any more."""
         self.bump_versions()
-        if not self.atomic:
-            with suppress(Exception):  # ``finish`` will raise it.
-                self._ahead = self.build(Builder(self.manifest, build_context, registry))
+        with suppress(Exception):  # ``finish`` will raise it.
+            self._ahead = self.build(Builder(self.manifest, build_context, registry))
 
-    def finish(self, build_context: BuildContext, registry: Registry, seconds: float) -> Any:
-        """Build the state from the landed bytes; with ``atomic``, write the targets now. ``seconds`` as above."""
+    def finish(self, build_context: BuildContext, registry: Registry) -> Any:
+        """Build the state from the landed bytes."""
         builder = Builder(self.manifest, build_context, registry)
         built = self._ahead or self.build(builder)
-        self._apply_copies(seconds)
         for leaf, target in built.settling:
             builder.settle(leaf, target)
         return built.state
-
-
-def _run_between(mine: torch.Tensor, theirs: torch.Tensor) -> device_copies.Run | None:
-    """The bytes of a tensor on a device and of its copy in main memory, if both are one run with the same order."""
-    if mine.is_cpu or not theirs.is_cpu:
-        return None
-    shape = [(size, a, b) for size, a, b in zip(mine.shape, mine.stride(), theirs.stride(), strict=True) if size > 1]
-    if any(a != b for _, a, b in shape) or 1 + sum((size - 1) * a for size, a, _ in shape) != mine.numel():
-        return None
-    return _bytes_of(mine), _bytes_of(theirs)
-
-
-def _bytes_of(run: torch.Tensor) -> torch.Tensor:
-    nbytes, offset = run.numel() * run.element_size(), dense.offset_of(run) * run.element_size()
-    return dense.over(run.untyped_storage(), torch.uint8, offset, (nbytes,), (1,))
 
 
 class ChosenPaths(Sequence[str]):

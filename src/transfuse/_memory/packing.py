@@ -185,6 +185,16 @@ def unpack(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor) 
     _move(places, _find(places, parcels, parcel), buffer, out=False)
 
 
+def unpack_some(places: Places, parcels: Parcels, parcel: int, buffer: torch.Tensor, regions: Bools) -> None:
+    """As :func:`unpack`, for those of the parcel's regions alone that are chosen."""
+    _move(places, [one for one in _find(places, parcels, parcel) if regions[one[0].region]], buffer, out=False)
+
+
+def put(place: RegionPlace, extent: Extent, buffer: torch.Tensor) -> None:
+    """Copy an extent from a buffer to one place."""
+    _copy(place, extent, buffer, out=False)
+
+
 #: The extents of a parcel, each with its memory if that is one run.
 _Extents = list[tuple[Extent, torch.Tensor | None]]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,14 @@ Bytes = npt.NDArray[np.uint8]
 MOST_ITEM = 4
 #: An item counts as changed if its number is a multiple of this: then a gap fits into a byte.
 STRIDE = 256
+
+
+class Patch(NamedTuple):
+    """A parcel's patch, and the digest that the parcel has with it."""
+
+    number: int
+    changes: bytes
+    due: bytes
 
 
 def item_of(parcels: Parcels, parcel: int) -> int:
@@ -62,23 +71,26 @@ def apply(patch: bytes, data: Bytes) -> None:
 
 
 def apply_all(
-    parcels: Parcels, landing: Land, numbers: Sequence[int], patches: Sequence[bytes], due: Sequence[bytes], secs: float
+    parcels: Parcels, places: Land, patches: Sequence[Patch], seconds: float, *, writes: bool = True
 ) -> Bools:
-    """Apply patches to parcels where they lie. Return which parcels then have the digest that is ``due``.
+    """Apply patches to parcels where they lie. Return which parcels then have the digests that are due.
 
-    The others are to be fetched whole. ``secs``: how long a copy to or from a device may take.
+    The others are to be fetched whole. With ``writes`` False nothing is written: it is only found out.
+    ``seconds``: how long a copy to or from a device may take.
     """
-    for number in numbers:
+    numbers = [patch.number for patch in patches]
+    for number in numbers if writes else ():
         first = int(parcels.first[number])
-        landing.touch(range(first, first + int(parcels.count[number])))
+        places.touch(range(first, first + int(parcels.count[number])))
 
     def patched(i: int, data: torch.Tensor, is_copy: bool) -> bool:
-        apply(patches[i], bytes_of(data))
-        if is_copy:
-            packing.unpack(landing, parcels, numbers[i], data)
-        return wide_digest_of(data) == due[i]
+        mine = data if writes or is_copy else data.clone()
+        apply(patches[i].changes, bytes_of(mine))
+        if writes and is_copy:
+            packing.unpack(places, parcels, numbers[i], mine)
+        return wide_digest_of(mine) == patches[i].due
 
-    return np.array(packing.visit(parcels, landing, numbers, patched, secs, writes=True), dtype=bool)
+    return np.array(packing.visit(parcels, places, numbers, patched, seconds, writes=writes), dtype=bool)
 
 
 def bytes_of(data: torch.Tensor) -> Bytes:

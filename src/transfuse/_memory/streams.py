@@ -201,7 +201,7 @@ def enter(own: Sequence[torch.Stream], call: Streams | None) -> Iterator[None]:
     before = _entered.own, _entered.call, _entered.until
     with ExitStack() as entered:
         for stream in own:
-            entered.enter_context(_again(stream))
+            entered.enter_context(again(stream))
         _entered.own, _entered.call, _entered.until = own, call, entered
         try:
             yield
@@ -215,7 +215,7 @@ def involve(callers: Iterable[torch.Stream]) -> None:
     if call is not None and until is not None:
         call.involve(callers)
         for stream in callers:
-            until.enter_context(_again(stream))
+            until.enter_context(again(stream))
 
 
 def catch_up() -> None:
@@ -223,10 +223,10 @@ def catch_up() -> None:
     call, own, until = _entered.call, _entered.own, _entered.until
     if call is not None and until is not None and isinstance(own, list):
         for stream in call._take(own):
-            until.enter_context(_again(stream))
+            until.enter_context(again(stream))
 
 
-def _again(stream: torch.Stream) -> torch.Stream:
+def again(stream: torch.Stream) -> torch.Stream:
     """Another object for the same stream: an object remembers only one entry, and threads would share that memory."""
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
@@ -255,7 +255,7 @@ def for_the_caller() -> Iterator[None]:
     call = _entered.call
     with ExitStack() as entered:
         for stream in () if call is None else list(call.callers):
-            entered.enter_context(_again(stream))
+            entered.enter_context(again(stream))
         before, _entered.until = _entered.until, entered
         try:
             yield

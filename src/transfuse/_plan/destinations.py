@@ -25,8 +25,6 @@ class Destination:
     signs: Signs | None = None
     #: The dtype in which items arrive, if the receiver converts them.
     wire: torch.dtype | None = None
-    #: With ``atomic``, the target's tensor, which is written when everything has been verified.
-    final: torch.Tensor | None = None
     item: int = field(init=False)
     strides: tuple[int, ...] = field(init=False)
     offset: int = field(init=False)
@@ -40,14 +38,9 @@ class Destination:
         """The address of the tensor's storage; 0 if the storage is not in main memory."""
         return self.tensor.untyped_storage().data_ptr() if self.tensor.device.type == "cpu" else 0
 
-    @property
-    def own(self) -> torch.Tensor:
-        """The tensor that holds the result in the end: ``final`` with ``atomic``, otherwise ``tensor``."""
-        return self.tensor if self.final is None else self.final
-
     def is_same(self, other: Destination) -> bool:
         """Whether another destination is the same memory and gets the same bytes for the same block."""
-        a, b = self.own, other.own
+        a, b = self.tensor, other.tensor
         return (
             a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
             and (a.storage_offset(), a.stride(), a.dtype) == (b.storage_offset(), b.stride(), b.dtype)

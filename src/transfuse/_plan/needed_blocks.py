@@ -40,9 +40,6 @@ from transfuse._state.tensors import Bools
 class Allocator(Protocol):
     """Gives the tensors in fresh memory in which blocks land."""
 
-    def copy_of(self, target: torch.Tensor) -> torch.Tensor:
-        """With ``atomic``, the copy of a target: one for each memory, with the same raw items, no conj or neg bit."""
-
     def allocate(self, wanted: Bools, local_shapes: Mapping[int, tuple[int, ...]]) -> None:
         """Allocate the ``wanted`` tensors of the manifest, and for these leaves local tensors of these shapes."""
 
@@ -107,7 +104,6 @@ class NeededBlocks:
         self.fresh: dict[int, list[Destination]] = {}
         #: For targets that a source's value replaces: the numbers of the cohort and of its leaf that has the value.
         self.replaced: dict[int, tuple[int, int]] = {}
-        self.atomic = options.atomic
         self._cast = options.cast
         self._allocator = allocator
         self._shared = Shared()
@@ -202,7 +198,7 @@ class NeededBlocks:
     def _check_writable(self) -> None:
         """Refuse targets in read-only or unmapped memory: a write there would end the process."""
         written = [destination for destination in self.destinations if not destination.fresh]
-        tensors = live_tensors.read_any([destination.own for destination in written])
+        tensors = live_tensors.read_any([destination.tensor for destination in written])
         found = tensors.faults(np.arange(len(written)), Mappings(), write=True)
         for target, why in {written[i].leaf: why for i, why in found.items()}.items():
             self._problem(target, UNWRITABLE.format(why))
@@ -350,10 +346,7 @@ class NeededBlocks:
         if wire is not None and (signs is not None or flags & (dense.Flags.CONJUGATE | dense.Flags.NEGATIVE)):
             self._problem(partner, "dtype: a tensor with the neg bit is not converted; call resolve_neg() first")
         converted = wire if wire is not None and wire != mine.dtype else None
-        final = None
-        if self.atomic:
-            mine, final = self._allocator.copy_of(mine), mine
-        destination = Destination(mine, partner, signs=signs, wire=converted, final=final)
+        destination = Destination(mine, partner, signs=signs, wire=converted)
         self.destinations.append(destination)
         return destination
 
@@ -485,7 +478,7 @@ class NeededBlocks:
         """The blocks of targets that the needed blocks are written to."""
         return [
             Written(
-                destination.own,
+                destination.tensor,
                 Box(at, need.block.sizes),
                 destination.leaf,
                 (number, destination.signs, destination.wire),

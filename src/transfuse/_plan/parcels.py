@@ -36,6 +36,15 @@ class Extent(NamedTuple):
     position: int
 
 
+class RegionRanges(NamedTuple):
+    """Columns of ranges of regions: the parcel of each, its region, and the bytes from ``low`` on."""
+
+    parcel: Ints
+    region: Ints
+    low: Ints
+    nbytes: Ints
+
+
 @dataclass(eq=False)
 class Parcels:
     """Columns of all parcels. A parcel is ``count`` regions from ``first`` on, or the bytes from ``low`` on of one."""
@@ -77,6 +86,16 @@ class Parcels:
         bad = np.concatenate([[0], np.cumsum(~good)]).astype(np.int64)
         result: Bools = bad[self.first + self.count] == bad[self.first]
         return result
+
+    def ranges(self, chosen: Ints) -> RegionRanges:
+        """The ranges of regions of which these parcels consist."""
+        count = self.count[chosen]
+        parcel = np.repeat(chosen, count)
+        region = np.repeat(self.first[chosen] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+        # A parcel of several regions has them whole. A parcel of one region may be a range of it.
+        alone = self.count[parcel] == 1
+        low = np.where(alone, self.low[parcel], 0)
+        return RegionRanges(parcel, region, low, np.where(alone, self.nbytes[parcel], self.regions.nbytes[region]))
 
     def columns(self, parcel: int) -> tuple[slice, Ints]:
         """The regions of a parcel, and the position in the parcel at which each begins.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any, NoReturn, SupportsIndex, Unpack
+from typing import Annotated, Any, Literal, NoReturn, SupportsIndex, Unpack, overload
 
 import torch
 
@@ -22,7 +22,7 @@ from transfuse._job.face import one_manner
 from transfuse._job.receipt import Receipt
 from transfuse._job.state import State
 from transfuse._limits import Limits
-from transfuse._options import FetchKeywords, check_names
+from transfuse._options import FetchKeywords, Options, check_names
 from transfuse._plan.catalogue import Late
 from transfuse._remote.ends import ReaderEnd, ServedStream, Servers, ToServer
 from transfuse._remote.in_process import InProcess
@@ -31,6 +31,7 @@ from transfuse._session import threads
 from transfuse._session.content import version_of
 from transfuse._session.context import Partial, Permit
 from transfuse._session.offers import ask_content, describe, read_offer
+from transfuse._session.pending import Brought, Pending
 from transfuse._session.remembered import Remembered
 from transfuse._state.manifest import Manifest
 from transfuse._timeouts import Patience
@@ -71,6 +72,40 @@ class Fetched:
         raise TypeError(f"fetch() returns a Fetched: the entry is .state[{key!r}]")
 
 
+@overload
+def fetch(
+    address: str | Sequence[str],
+    state: object = None,
+    *,
+    step: SupportsIndex | None = None,
+    load: Callable[[Any], object] | None = None,
+    entry: str | None = None,
+    resume: Partial | None = None,
+    version: bool = False,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = 60,
+    wait: Literal[True] = True,
+    **options: Unpack[FetchKeywords],
+) -> Fetched: ...
+
+
+@overload
+def fetch(
+    address: str | Sequence[str],
+    state: object = None,
+    *,
+    step: SupportsIndex | None = None,
+    load: Callable[[Any], object] | None = None,
+    entry: str | None = None,
+    resume: Partial | None = None,
+    version: bool = False,
+    token: str | bytes | None = None,
+    timeout: timedelta | float = 60,
+    wait: Literal[False],
+    **options: Unpack[FetchKeywords],
+) -> Pending[Fetched]: ...
+
+
 @one_manner
 def fetch(
     address: str | Sequence[str],
@@ -83,8 +118,9 @@ def fetch(
     version: bool = False,
     token: str | bytes | None = None,
     timeout: timedelta | float = 60,
+    wait: bool = True,
     **options: Unpack[FetchKeywords],
-) -> Fetched:
+) -> Fetched | Pending[Fetched]:
     """Fetch a state from one server, or from several at once that hold replicas, shards or stages of one state.
 
     Args:
@@ -103,13 +139,16 @@ def fetch(
             else is described or sent, and ``state`` is a target for the entry.
         resume: ``error.partial`` of an earlier fetch that failed.
         version: have each server compute the digest of its content, unless it knows it: :attr:`Fetched.version` has it.
+        wait: False: return a :class:`Pending` at once. The bytes arrive aside while the caller works, and its
+            ``install()`` puts them into ``state`` and returns the :class:`Fetched`.
         **options: the receiver's options of :class:`PGTransport`: all but ``relay``, ``streams``,
             ``max_bytes_per_second`` and ``history``.
 
     If some of several servers are absent, the fetch goes on with the others, as long as those hold all that is needed.
     """
     check_names(fetch, options, FetchKeywords)
-    return fetch_if(None, FetchSettings(**locals()))
+    request = FetchSettings(**locals())
+    return fetch_if(None, request) if request.wait else _Fetching(None, request, None).ahead()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +164,7 @@ class FetchSettings(Given):
     version: Annotated[bool, alone(_check_version)] = False
     token: str | bytes | None = field(default=None, repr=False)
     timeout: Annotated[float, _arguments.seconds_of] = 60
+    wait: Annotated[bool, alone(_check_wait)] = True
     options: FetchKeywords = field(default_factory=FetchKeywords)
 
     @property
@@ -142,50 +182,98 @@ def fetch_if(
     ``late`` chooses the target in place of ``state``, when the servers have said what they have. ``only_compares``:
     nothing is fetched or written, and the result's ``state`` says how the target compares.
     """
-    directory = request.directory
-    if directory is None:
-        return _fetch(permit, request, late, only_compares=only_compares)
-    from transfuse._keeper import saved  # Which stands on this module.
-
-    with saved.served(directory, step=request.step, entry=request.entry, seconds=request.timeout) as servers:
-        request = replace(request, address=servers, step=None, entry=None)
-        return _fetch(permit, request, late, only_compares=only_compares)
+    return _Fetching(permit, request, late, only_compares=only_compares).run()
 
 
-def _fetch(permit: Permit | None, request: FetchSettings, late: Late | None, *, only_compares: bool) -> Fetched:
-    given = None if request.state is None else State.of(request.state, request.load)
-    tls = tls_of(request.options.get("tls"))
-    with _ServerVisit(request.address, key_of(request.token), request.timeout, tls, request.entry) as visit:
-        group, timeout = Servers(visit.groups, len(request.address)), timedelta(seconds=request.timeout)
-        transport = PGTransport(group, timeout, CPU, None if given is None else lambda: target, **request.options)
-        transport.remembered = _remembered
-        # Ask before any server holds its state still for this reader, and after all other arguments were checked.
-        receipt = None if given is None or given.is_made or only_compares else Receipt(given)
-        target = None if given is None else given.tree() if receipt is None else receipt.target
-        if permit is None and given is not None and given.places():
-            permit = None if receipt is None else partial(receipt.find_takers, options=request.options)
-        ranks = visit.begin()
-        try:
-            with transport:
-                found = transport.receive(
-                    ranks,
-                    step=request.step,
-                    resume=request.resume,
-                    late=late,
-                    absent=visit.absent,
-                    permit=permit,
-                    version=request.version,
-                    only_compares=only_compares,
-                )
-        except TransfuseError as error:
-            visit.explain(error)
-            raise
-        if receipt is not None:
-            receipt.load(found)
-        elif given is not None and given.loads is not None and not only_compares:
-            given.loads(found)
-        assert transport.report is not None
-        return Fetched(found, transport.report.step, transport.report)
+class _Fetching:
+    """One fetch: the state that it fills, asked for in the caller's thread, and the visit to the servers."""
+
+    def __init__(
+        self, permit: Permit | None, request: FetchSettings, late: Late | None, *, only_compares: bool = False
+    ) -> None:
+        self._permit, self._request, self._late, self._only_compares = permit, request, late, only_compares
+        self._given = None if request.state is None else State.of(request.state, request.load)
+        self._tls = tls_of(request.options.get("tls"))
+        self._receipt: Receipt | None = None
+        self._target: Any = None
+
+    def _ask(self) -> None:
+        """Ask for the state that is filled."""
+        given, request = self._given, self._request
+        if given is None:
+            return
+        self._receipt = receipt = None if given.is_made or self._only_compares else Receipt(given)
+        self._target = given.tree() if receipt is None else receipt.target
+        if self._permit is None and given.places():
+            self._permit = None if receipt is None else partial(receipt.find_takers, options=request.options)
+
+    def run(self) -> Fetched:
+        brought = self._receive(self._ask)
+        return self._finish(brought.found, brought.report)
+
+    def ahead(self) -> Pending[Fetched]:
+        """Ask for the state now, in this thread, and fetch it in another one."""
+        request = self._request
+        Options(**request.options).check(
+            timedelta(seconds=request.timeout), Limits.from_environment(), in_place=self._given is not None
+        )
+        self._ask()
+        receipt, given = self._receipt, self._given
+        tree = None if receipt is None or given is None or receipt.has_copies else given.tree
+        return Pending(partial(self._receive, lambda: None, hold=True), self._finish, tree)
+
+    def _receive(
+        self, ask: Callable[[], None], watch: Callable[[], object] = lambda: None, *, hold: bool = False
+    ) -> Brought:
+        request, directory = self._request, self._request.directory
+        if directory is None:
+            return self._visit(request, ask, watch, hold=hold)
+        from transfuse._keeper import saved  # Which stands on this module.
+
+        with saved.served(directory, step=request.step, entry=request.entry, seconds=request.timeout) as servers:
+            return self._visit(replace(request, address=servers, step=None, entry=None), ask, watch, hold=hold)
+
+    def _visit(
+        self, request: FetchSettings, ask: Callable[[], None], watch: Callable[[], object], *, hold: bool
+    ) -> Brought:
+        visit = _ServerVisit(
+            request.address, key_of(request.token), request.timeout, self._tls, request.entry, watch=watch
+        )
+        with visit:
+            group, timeout = Servers(visit.groups, len(request.address)), timedelta(seconds=request.timeout)
+            target = None if self._given is None else lambda: self._target
+            transport = PGTransport(group, timeout, CPU, target, **request.options)
+            transport.remembered = _remembered
+            # Ask before any server holds its state still for this reader, and after all other arguments were checked.
+            ask()
+            ranks = visit.begin()
+            try:
+                with transport:
+                    found = transport.receive(
+                        ranks,
+                        step=request.step,
+                        resume=request.resume,
+                        late=self._late,
+                        absent=visit.absent,
+                        permit=self._permit,
+                        watch=watch,
+                        hold=hold,
+                        version=request.version,
+                        only_compares=self._only_compares,
+                    )
+            except TransfuseError as error:
+                visit.explain(error)
+                raise
+            assert transport.report is not None
+            return Brought(found, transport.report)
+
+    def _finish(self, found: Any, report: Report) -> Fetched:
+        """Give what has arrived to the objects that take it."""
+        if self._receipt is not None:
+            self._receipt.load(found)
+        elif self._given is not None and self._given.loads is not None and not self._only_compares:
+            self._given.loads(found)
+        return Fetched(found, report.step, report)
 
 
 @dataclass(frozen=True)
@@ -278,6 +366,11 @@ def _check_version(version: bool) -> bool:
     return version
 
 
+def _check_wait(wait: bool) -> bool:
+    _arguments.check_flags(wait=wait)
+    return wait
+
+
 def _check_entry(entry: str | None) -> str | None:
     if entry is None:
         return None
@@ -301,11 +394,14 @@ class _ServerVisit:
         seconds: float,
         tls: TLS | None,
         entry: str | None = None,
+        watch: Callable[[], object] = lambda: None,
     ) -> None:
+        """``watch`` is called now and then, and may raise to end the visit."""
         self._addresses = addresses
         self._key = key
         self._tls = tls
         self._entry = entry
+        self._watch = watch
         self._seconds = seconds
         self._patience = Patience(seconds)
         # The most `Wait` frames to accept: in all, as long as signs of life in a conversation are believed.
@@ -421,6 +517,7 @@ class _ServerVisit:
         until = float("inf")
         while waiting and time.monotonic() < until:
             # Wait in slices, so that Ctrl-C takes effect.
+            self._watch()
             with suppress(queue.Empty):
                 number, error = results.get(timeout=Patience.SLICE_SECONDS)
                 waiting.discard(number)

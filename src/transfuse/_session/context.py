@@ -102,4 +102,6 @@ class ReceiveRequest:
     version: bool = False
     #: Whether the target is only compared: nothing is fetched, and nothing is written.
     only_compares: bool = False
+    #: Hold what arrives aside. The result is an :class:`~transfuse._session.held_state.HeldState`.
+    hold: bool = False
     options: Options = field(default_factory=Options)

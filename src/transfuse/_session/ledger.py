@@ -31,6 +31,8 @@ class Ledger:
         self._uncompared: Bools = np.zeros(len(nbytes), dtype=bool)
         #: For each uncompared parcel: the rank that has brought it; KEPT if it was here before.
         self._brought_by = np.full(len(nbytes), KEPT, dtype=np.int64)
+        #: Parcels that were here before, and that patches have brought up to date.
+        self._patched: Bools = np.zeros(len(nbytes), dtype=bool)
         #: For each lane: its source.
         self._lanes: dict[int, int] = {}
         #: For each neighbour in a chain: the source on whose behalf it brings parcels.
@@ -100,14 +102,28 @@ class Ledger:
             self._uncompared[chosen] = False
             self._landed[chosen] = same | patched
             self._holder[chosen] = np.where(same, self._brought_by[chosen], np.where(patched, rank, NOBODY))
+            self._patched[chosen] = patched
             self._brought_by[chosen] = KEPT
             self._changed.notify_all()
+
+    @property
+    def kept(self) -> Bools:
+        """Which parcels were here before and are right."""
+        with self._changed:
+            kept: Bools = self._landed & (self._holder == KEPT)
+            return kept
+
+    @property
+    def patched(self) -> Bools:
+        """Which parcels were here before, and are right with their patches."""
+        with self._changed:
+            return self._patched.copy()
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the parcels that were here before and are right."""
         with self._changed:
-            return int(self._nbytes[self._landed & (self._holder == KEPT)].sum())
+            return int(self._nbytes[self.kept].sum())
 
     @property
     def unasked_bytes(self) -> int:
@@ -203,7 +219,7 @@ class Ledger:
         """Discard everything that this source has brought: these parcels are wanted again."""
         with self._changed:
             theirs = self._is_from(rank)
-            self._landed[theirs], self._holder[theirs] = False, NOBODY
+            self._landed[theirs], self._patched[theirs], self._holder[theirs] = False, False, NOBODY
             self._changed.notify_all()
 
     def add_lane(self, lane: int, rank: int) -> None:

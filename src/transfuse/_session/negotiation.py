@@ -203,7 +203,8 @@ class Negotiator:
             with roster.phase(channel, Phase.PREPARE):
                 try:
                     target = prepare(roster.request.target, context.limits)
-                    mine = outline(target, context.limits) if context.remembered.has_plans else None
+                    is_asked = context.remembered.has_plans or roster.request.hold
+                    mine = outline(target, context.limits) if is_asked else None
                     roster.request = replace(roster.request, target=target, outline=mine)
                 except Exception as error:
                     roster.request = replace(roster.request, failure=error)

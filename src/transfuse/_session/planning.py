@@ -15,12 +15,15 @@ import numpy as np
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from transfuse._errors import ProtocolError, TransfuseError
-from transfuse._memory import streams
+from transfuse._memory import packing, streams
 from transfuse._memory.as_is import AsIs, ReusablePlan
 from transfuse._memory.assembled import Assembly, assemble
 from transfuse._memory.compared import compared_landing
+from transfuse._memory.digest import WIDE_BYTES, WideDigests
 from transfuse._memory.fresh import MemorySupply
+from transfuse._memory.held import HeldLanding
 from transfuse._memory.landing import Landing
+from transfuse._memory.patches import Patch, apply_all
 from transfuse._options import Options
 from transfuse._plan.cohorts import Cohort
 from transfuse._plan.match import Match, Prepared, compare, prepare, promise_fresh
@@ -62,6 +65,47 @@ class Accepted:
     def covered_by(self, ranks: set[int]) -> bool:
         """Whether these sources hold all parcels that have not landed. Call it under the ledger's lock."""
         return bool((self.ledger.landed | self.landing.shares.covered_by(frozenset(ranks))).all())
+
+    @property
+    def kept(self) -> Bools:
+        """Which parcels lie in the targets since before this receive, and are right, if need be with their patches."""
+        kept: Bools = (self.ledger.kept & ~np.asarray(self.resumed)) | self.ledger.patched
+        return kept
+
+    def check_room(self) -> None:
+        """Raise if more has to be held aside than may be allocated. Call it under the ledger's lock."""
+        if isinstance(self.landing, HeldLanding):
+            self.landing.check_room(self.kept | (self.ledger.uncompared & ~np.asarray(self.resumed)))
+
+    def digests_of(self, numbers: Sequence[int], seconds: float) -> WideDigests:
+        """Digests of parcels that may be here already. Those that were in the targets are remembered."""
+        chosen, before = np.asarray(numbers, dtype=np.int64), self._were_here(numbers)
+        result = np.zeros(len(chosen), dtype=f"V{WIDE_BYTES}")
+        for landing, some in ((self.landing.before, before), (self.landing, ~before)):
+            digests = packing.wide_digests_of(self.landing.cut, landing, chosen[some].tolist(), seconds)
+            result[some] = np.frombuffer(b"".join(digests), dtype=result.dtype)
+        if isinstance(self.landing, HeldLanding):
+            self.landing.keep_digests(chosen[before], result[before])
+        return result
+
+    def _were_here(self, numbers: Sequence[int]) -> Bools:
+        """Which of these parcels may lie in the targets since before this receive."""
+        chosen = np.asarray(numbers, dtype=np.int64)
+        result: Bools = (self.ledger.doubted(numbers) < 0) & ~np.broadcast_to(self.resumed, len(self.ledger))[chosen]
+        return result
+
+    def patch(self, patches: Sequence[Patch], seconds: float) -> Bools:
+        """Apply patches to parcels that were compared, or hold them aside. Return which are right then."""
+        result = np.zeros(len(patches), dtype=bool)
+        held = self.landing if isinstance(self.landing, HeldLanding) else None
+        before = self._were_here([patch.number for patch in patches]) & (held is not None)
+        for some, is_held in ((before, True), (~before, False)):
+            chosen = [patches[i] for i in np.flatnonzero(some).tolist()]
+            if held is not None and is_held:
+                result[some] = held.hold_patches(chosen, seconds)
+            elif chosen:
+                result[some] = apply_all(self.landing.cut, self.landing, chosen, seconds)
+        return result
 
     def leaves_of(self, numbers: Sequence[int]) -> list[str]:
         """Paths of the leaves to which these parcels belong."""
@@ -130,7 +174,7 @@ def accept(
         with streams.for_the_caller():
             if isinstance(found, Match):
                 before = kept if isinstance(kept, ReusablePlan) else None
-                landing = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, atomic=options.atomic, kept=before)
+                landing = AsIs(manifest, found, supply, parcel_bytes=parcel_bytes, kept=before)
             elif isinstance(kept, Assembly):
                 assert mine is not None
                 landing = kept
@@ -146,17 +190,20 @@ def accept(
                     parcel_bytes=parcel_bytes,
                     late=request.late,
                 )
+            lands: Landing = landing
+            if (request.hold or options.atomic) and landing.in_targets.any():
+                lands = HeldLanding(landing, supply, delta=options.delta)
     except TransfuseError:
         raise
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
-    ledger, resumed = _open_ledger(landing, request, context, changed)
+    ledger, resumed = _open_ledger(lands, request, context, changed)
     return Accepted(
         described,
         parcel_bytes,
         build_context,
         registry,
-        landing,
+        lands,
         ledger,
         resumed,
         cohorts,
@@ -196,9 +243,6 @@ def _open_ledger(
         else:
             logger.warning("the target or the plan differs from the receive to resume: everything is fetched")
     if request.options.delta:
-        if resumed is False:  # Filling the copies would overwrite what an earlier receive left.
-            landing.fill_copies(context.timeout)
-            streams.complete(context.timeout)  # Other conversations will hash what was copied.
         claimed |= cut.of_all_regions(landing.held)
     if claimed.any():
         ledger.keep(np.flatnonzero(claimed))
@@ -227,7 +271,7 @@ def _key(
         for cohort in cohorts
     )
     options = request.options
-    return PlanKey(sources, parcel_bytes, options.atomic, options.strict, options.cast, repr(rules))
+    return PlanKey(sources, parcel_bytes, options.strict, options.cast, repr(rules))
 
 
 def _members(cohort: Cohort) -> tuple[tuple[int, tuple[Coordinate, ...]], ...]:

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfuse._errors import PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
+from transfuse._errors import LimitExceeded, PeerError, PeerTimeout, ProtocolError, SourceMutated, TransfuseError
 from transfuse._memory.compared import ComparedLanding
+from transfuse._memory.held import HeldLanding
 from transfuse._phases import WAITING, Phase
 from transfuse._plan.shares import Share
 from transfuse._session.comparing import ComparingLedger
 from transfuse._session.context import Context, Partial, ReceiveRequest
+from transfuse._session.held_state import HeldState
 from transfuse._session.negotiation import Negotiator
 from transfuse._session.roster import Roster
 from transfuse._state.tensors import Bools
@@ -210,6 +212,10 @@ class Receive:
                 roster.progress[one].bytes = ledger.bytes_from(one)
             roster.report.kept_bytes = ledger.kept_bytes
             roster.count()
+            try:
+                roster.accepted.check_room()
+            except LimitExceeded as error:
+                roster.fail(error)
 
     def confirmed(self, rank: int) -> None:
         with self.roster.changed:
@@ -323,11 +329,18 @@ class Receive:
         try:
             self.ask_permission(atomic=True)
             accepted = self.roster.accepted
+            request = self.roster.request
             if isinstance(accepted.landing, ComparedLanding):
                 assert isinstance(accepted.ledger, ComparingLedger)
                 self.roster.report.verified = True
                 return accepted.landing.outcome(accepted.ledger.differing)
-            return accepted.landing.finish(accepted.build_context, accepted.registry, self.roster.context.timeout)
+            if not isinstance(accepted.landing, HeldLanding):
+                return accepted.landing.finish(accepted.build_context, accepted.registry)
+            held = HeldState(accepted, accepted.landing, self.roster.context, request.outline)
+            if request.hold:
+                return held
+            held.install()
+            return held.state
         except TransfuseError:
             raise
         except Exception as error:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from transfuse._errors import PeerError, PeerLost, ProtocolError
 from transfuse._memory import packing, streams, vm
-from transfuse._memory.digest import WIDE_BYTES
-from transfuse._memory.patches import apply_all
+from transfuse._memory.digest import WIDE_BYTES, WideDigests
+from transfuse._memory.patches import Patch
 from transfuse._phases import RELAYING, Phase
 from transfuse._session.connections import ReceiverLanes, how_many
 from transfuse._session.conversation import Conversation
@@ -370,41 +369,30 @@ class _Tasks:
             if not may_patch:  # Both ends hash at the same time.
                 channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs)))
             streams.complete(channel.timeout)  # Copies for the hash then have a deadline of their own.
-            with channel.holding_turn():
-                own = packing.wide_digests_of(conversation.cut, conversation.landing, numbers, channel.timeout)
-            mine = b"".join(own)
+            mine = self._conversation.accepted.digests_of(numbers, channel.timeout)
             if may_patch:
-                channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs, mine)))
+                channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs, mine.tobytes())))
             answer = channel.decode(self._expect_agreed(Message.DIGESTS), messages.Digests)
             patches = answer.patches if may_patch and answer.patches else [b""] * count
             if len(answer.digests) != WIDE_BYTES * count or len(patches) != count:
                 raise ProtocolError(channel.peer, f"rank {channel.peer} compared parcels that it was not asked about")
-            theirs = np.frombuffer(answer.digests, dtype="V16")
-            same = np.frombuffer(mine, dtype="V16") == theirs
+            theirs = np.frombuffer(answer.digests, dtype=mine.dtype)
+            same = mine == theirs
             patched = np.array([bool(patch) for patch in patches]) & ~same
             with channel.holding_turn():
-                brought = self._patch(numbers, np.flatnonzero(patched).tolist(), patches, theirs)
-            patched[patched] = brought
-            self._report.repaired += int((~brought).sum())
-        moved = sum(map(len, patches))
-        self._receive.compared(channel.peer, numbers, same, patched, moved)
+                patched[patched] = self._patch(numbers, np.flatnonzero(patched).tolist(), patches, theirs)
+        self._receive.compared(channel.peer, numbers, same, patched, sum(map(len, patches)))
 
-    def _patch(self, numbers: Sequence[int], which: Sequence[int], patches: Sequence[bytes], due: Any) -> Bools:
+    def _patch(self, numbers: Sequence[int], which: Sequence[int], patches: Sequence[bytes], due: WideDigests) -> Bools:
         """Apply the patches of ``which`` of these parcels. Return which of those then have the digest that is due."""
-        peer, conversation = self._channel.peer, self._conversation
-        if not which:
-            return np.zeros(0, dtype=bool)
+        peer, accepted = self._channel.peer, self._conversation.accepted
+        chosen = [Patch(numbers[i], patches[i], due[i].tobytes()) for i in which]
         try:
-            return apply_all(
-                conversation.cut,
-                conversation.landing,
-                [numbers[i] for i in which],
-                [patches[i] for i in which],
-                [due[i].tobytes() for i in which],
-                self._channel.timeout,
-            )
+            brought = accepted.patch(chosen, self._channel.timeout)
         except ValueError as error:
             raise ProtocolError(peer, f"rank {peer} sent {error}") from error
+        self._report.repaired += int((~brought).sum())
+        return brought
 
     def _confirm(self) -> None:
         """Ask the source whether its tensors are unchanged since it described them."""

@@ -46,7 +46,6 @@ class PlanKey(NamedTuple):
     #: for if they matter, and its sources with their coordinates unless any source will do.
     cohorts: tuple[tuple[bytes, tuple[Coordinate, ...], tuple[tuple[int, tuple[Coordinate, ...]], ...]], ...]
     parcel_bytes: int
-    atomic: bool
     strict: bool | None
     cast: bool
     rules: str

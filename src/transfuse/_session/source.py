@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -144,6 +144,8 @@ class SourceEnd:
         self._asked: Ints | None = None
         #: What was given out before by the receiver's plan, if this source remembers that.
         self._given: GivenOut | None = None
+        self._plan_key: Hashable = None
+        self._was_told = False
         self._rate_limit = RateLimit(None)
         #: How many other requests the receiver has sent.
         self._requests = 0
@@ -523,11 +525,16 @@ class SourceEnd:
                 f"rank {channel.peer} asked to compare no parcels, or the same parcels more than "
                 f"{channel.limits.max_repairs} times",
             )
+        # A receiver that only compares says no digests, and takes no patches.
         told = bool(compare.digests)
-        if told and (self._given is None or len(compare.digests) != WIDE_BYTES * len(numbers)):
+        if told and (not self._offered.offer.history or len(compare.digests) != WIDE_BYTES * len(numbers)):
             raise ProtocolError(channel.peer, f"rank {channel.peer} compares parcels by digests of a wrong length")
         with channel.holding_turn():
             streams.complete(channel.timeout)
+            if told and not self._was_told:
+                self._was_told = True
+                remembered, most = self._offered.remembered, self._offered.total_bytes
+                self._given = remembered.history.of(self._plan_key, cut, most)
             if self._given is None or not told:
                 answer = messages.Digests(b"".join(wide_digests_of(cut, self._memory, numbers, channel.timeout)))
             else:
@@ -599,8 +606,7 @@ class SourceEnd:
         cut, picked, known = self._offered.remembered.cut(key, lambda: self._cut_from(want))
         if known:
             self._report.reuse("parcels")
-        if offer.history:
-            self._given = self._offered.remembered.history.of(key, cut, self._offered.total_bytes)
+        self._plan_key = key
         if parcels.fingerprint(cut, picked) != want.fingerprint:
             raise ProtocolError(
                 peer, f"rank {peer} derived other parcels from the same offer (different transfuse versions?)"

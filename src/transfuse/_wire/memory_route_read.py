@@ -196,13 +196,7 @@ class Reading:
         cut = self._cut
         if not len(chosen):
             return []
-        # A parcel of several regions has them whole. A parcel of one region may be a range of it.
-        count = cut.count[chosen]
-        parcel = np.repeat(chosen, count)
-        region = np.repeat(cut.first[chosen] - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
-        alone = cut.count[parcel] == 1
-        low = np.where(alone, cut.low[parcel], 0)
-        nbytes = np.where(alone, cut.nbytes[parcel], cut.regions.nbytes[region])
+        parcel, region, low, nbytes = cut.ranges(chosen)
         theirs = vm.ranges(self._theirs[region] + low.astype(np.uint64), nbytes)
         mine = vm.ranges(self._landing.addresses[region] + low, nbytes)
         begun = [0]

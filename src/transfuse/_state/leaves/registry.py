@@ -169,6 +169,13 @@ class Registry:
         for child in children:
             self.examine(child, tensors, build_context)
 
+    def checks_data(self, spec: Any) -> bool:
+        """Whether :meth:`examine` looks at the data of this leaf."""
+        if type(spec) is int:
+            return False
+        codec, _, _, children = self._read(spec)
+        return codec.checks_data or any(map(self.checks_data, children))
+
     def settle(self, spec: Any, target: Any) -> None:
         """Check and finish a target after all bytes have landed in it."""
         if type(spec) is int:
