@@ -16,9 +16,12 @@ pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 def a_state(device: torch.device | str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     large = torch.randn(1000, 700, generator=generator)
-    state = {"large": large, "transposed": large[:30, :20].clone(), "small": [large[i, :5].clone() for i in range(4)]}
-    there: dict[str, Any] = {"large": state["large"].to(device), "small": [one.to(device) for one in state["small"]]}
-    return there | {"transposed": state["transposed"].to(device).t().contiguous().t(), "step": 3}  # type: ignore[attr-defined]
+    return {
+        "large": large.to(device),
+        "transposed": large[:30, :20].to(device).t().contiguous().t(),
+        "small": [large[i, :5].to(device) for i in range(4)],
+        "step": 3,
+    }
 
 
 def test_the_digest_is_that_of_main_memory() -> None:
