@@ -232,7 +232,7 @@ ATTACKS = {
     "its own offer": Attack(
         send_once,
         own_offer_back,
-        Expected("source", "ProtocolError", "sent OFFER where WANT or DESCRIBE or CHECK or VERDICT"),
+        Expected("source", "ProtocolError", "sent OFFER where WANT or DESCRIBE or VERSION or CHECK or VERDICT"),
     ),
     "a want twice": Attack(send_once, want_twice, Expected("source", "ProtocolError", "sent WANT where GOT was due")),
 }

@@ -409,7 +409,8 @@ RECEIVER_LIES = {
     "garbage": Lie("malformed want", message=instead(Message.WANT, b"\xc1" * 9)),
     **{
         f"{kind.name} for a want": Lie(
-            f"sent {kind.name} where WANT or DESCRIBE or CHECK or VERDICT was", message=instead(Message.WANT, b"", kind)
+            f"sent {kind.name} where WANT or DESCRIBE or VERSION or CHECK or VERDICT was",
+            message=instead(Message.WANT, b"", kind),
         )
         for kind in (Message.OFFER, Message.GOT, Message.AGREED, Message.MORE, Message.COMPARE, Message.DIGESTS)
     },
@@ -435,7 +436,8 @@ RECEIVER_LIES = {
     "a garbled verdict": Lie("malformed verdict", message=instead(Message.VERDICT, b"\xc1")),
     "a verdict of the version before": Lie("malformed verdict", message=instead(Message.VERDICT, [[], 0])),
     "another want": Lie(
-        "sent WANT where MORE or COMPARE or CHECK or VERDICT was", message=instead(Message.CHECK, [], Message.WANT)
+        "sent WANT where MORE or COMPARE or VERSION or CHECK or VERDICT was",
+        message=instead(Message.CHECK, [], Message.WANT),
     ),
     **{
         f"more: {pairs}": asking("asks for parcels that do not exist", Message.MORE, [pairs])
@@ -461,7 +463,7 @@ RECEIVER_LIES = {
         "compares parcels by digests of a wrong length", Message.COMPARE, [[0, 1], bytes(16)]
     ),
     "compares garbage": asking("malformed heldparcels", Message.COMPARE, b"\xc1"),
-    "a description too late": asking("sent DESCRIBE where MORE or COMPARE or CHECK", Message.DESCRIBE, b""),
+    "a description too late": asking("sent DESCRIBE where MORE or COMPARE or VERSION or CHECK", Message.DESCRIBE, b""),
 }
 
 
