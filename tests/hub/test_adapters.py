@@ -473,7 +473,7 @@ def test_an_adapter_that_fsdp2_shards(tmp_path: Path) -> None:
         transfuse.hub(adapter=addresses, adapter_config=adapted().peft_config["default"]) as hub,
     ):
         seen: set[str] = set()
-        while len(seen) < 5:
+        while len(seen) < 3:
             name = ask(hub.endpoint, "GET", "/api/models").json[0]["id"]
             found = tensors(hub, name)
             written = tmp_path / f"step{name.removeprefix('live/policy-v')}.pt"
