@@ -154,7 +154,7 @@ def box_of(view: torch.Tensor, shape: Sizes) -> Box:
     return box if all(map(int.__le__, _stop(box), shape)) else whole_box(shape)
 
 
-class _Watched(torch.Tensor):
+class _WeightView(torch.Tensor):
     """A watched weight, or a view of one."""
 
     _weight: WatchedWeight
@@ -167,12 +167,16 @@ class _Watched(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in FACTS:
                 return func(*args, **kwargs)
-            if func in VIEWS and isinstance(args[0], _Watched) and (views := _views(func, *args, **kwargs)) is not None:
+            if (
+                func in VIEWS
+                and isinstance(args[0], _WeightView)
+                and (views := _views(func, *args, **kwargs)) is not None
+            ):
                 return views
             return func(*_read(tuple(args)), **_read(kwargs))
 
 
-def _views(func: Callable[..., Any], one: _Watched, *args: Any, **kwargs: Any) -> Any:
+def _views(func: Callable[..., Any], one: _WeightView, *args: Any, **kwargs: Any) -> Any:
     """What ``func`` makes of a watched tensor, watched too; None if it is no view of it."""
     plain = one.as_subclass(torch.Tensor)
     meta = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="meta")
@@ -192,15 +196,15 @@ def _views(func: Callable[..., Any], one: _Watched, *args: Any, **kwargs: Any) -
     return views[0] if several is not made else type(made)(views)
 
 
-def _watched(weight: WatchedWeight, view: torch.Tensor) -> _Watched:
-    found: _Watched = view.as_subclass(_Watched)
+def _watched(weight: WatchedWeight, view: torch.Tensor) -> _WeightView:
+    found: _WeightView = view.as_subclass(_WeightView)
     found._weight = weight
     return found
 
 
 def _read(given: Any) -> Any:
     """Arguments with the data of watched tensors in their place."""
-    if isinstance(given, _Watched):
+    if isinstance(given, _WeightView):
         return given._weight.read(given)
     if isinstance(given, dict):
         return {key: _read(value) for key, value in given.items()}
