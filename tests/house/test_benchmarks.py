@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks import bf16, callbacks, keeper, loopback, planning, resharding
+from benchmarks import bf16, callbacks, keeper, loopback, pending, planning, resharding
 from benchmarks.compare import command, machine, plot, run, table
 from benchmarks.compare.cases import cases
 from benchmarks.compare.checks import differences, digests
@@ -365,3 +365,14 @@ def test_planning_knows_how_much_is_needed(case: str, count: int) -> None:
 def test_planning_refuses_nonsense(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         planning.main(arguments)
+
+
+def test_installs_are_measured_into_all_kinds_of_targets(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "pending.json"
+    assert pending.main(["--mib", "2", "--runs", "1", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["cases"]
+    assert len(found) == 8
+    held = {title: case["held_bytes"] / case["nbytes"] for title, case in found.items()}
+    assert held.pop("16 large tensors, 1 % changed, delta") <= 1.0
+    assert held.pop("bfloat16 into float32") == 0.5
+    assert set(held.values()) == {1.0}
