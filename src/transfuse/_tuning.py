@@ -181,10 +181,9 @@ ARENA_LARGE_BYTES = 1 << 20
 #: The largest mapping. One small tensor that outlives all others keeps at most this much memory from being released.
 ARENA_MAPPING_BYTES = 16 << 20
 
-# _keeper/device_commit
-#: Of at most this number of storages on each device, the first bytes are compared with what has landed in a slot.
-NET_SAMPLES = 256
-NET_SAMPLE_BYTES = 64
+# _keeper/fingerprints
+#: A device makes fingerprints of this much at a time. Meanwhile it needs three times as much of its memory.
+FINGERPRINT_PIECE_BYTES = 8 << 20
 
 # _memory/device_copies
 #: A run of at least this size is copied by itself. Smaller ones are packed on the device, into pieces of the second

@@ -95,6 +95,7 @@ def _queue_small(starts: Sequence[int], runs: Sequence[Run], padding: int, *, ou
             else:
                 packed.copy_(whole, non_blocking=True)
                 torch._foreach_copy_(tensors, slots)
+            del packed, slots  # Its place is for the next piece.
         first = last
 
 
