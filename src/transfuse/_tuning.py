@@ -183,7 +183,7 @@ ARENA_MAPPING_BYTES = 16 << 20
 
 # _keeper/fingerprints
 #: A device makes fingerprints of this much at a time. Meanwhile it needs three times as much of its memory.
-FINGERPRINT_PIECE_BYTES = 8 << 20
+FINGERPRINT_PIECE_BYTES = 4 << 20
 
 # _memory/device_copies
 #: A run of at least this size is copied by itself. Smaller ones are packed on the device, into pieces of the second

@@ -89,10 +89,10 @@ tell(first, later, loose, outcome, found, extra)
         copies,
         copies + fingerprints,
     ]
-    assert loose["bytes_to_device"] == len(devices) * (64 << 10)
+    assert loose["bytes_to_device"] == len(devices) * (32 << 10)
     # Small tensors are read three times on the device and written twice, large ones read once.
     assert loose["inner_bytes"] == (2 * total if nbytes < 1 << 20 else 0)
-    assert extra <= 24 << 20
+    assert extra <= 16 << 20
     assert (outcome, found) == ("committed", [2])
 
 
@@ -635,7 +635,8 @@ kept.close()
             assert counters["pageable_bytes"] == 0
             assert total <= counters["bytes_to_host"] < 1.05 * total
             assert counters["host_syncs"] <= 4
-            assert counters["pinned_most_bytes"] <= 64 << 20
+            # Two buffers of 16 MiB, and sums. The half that the other rank keeps has 48.
+            assert counters["pinned_most_bytes"] <= 40 << 20
 
 
 def test_eight_equal_ranks_take_little_memory_each() -> None:
@@ -645,7 +646,7 @@ def test_eight_equal_ranks_take_little_memory_each() -> None:
         + _KEEP
         + """
 dist.init_process_group("gloo")
-tree = state(6, 8 * MIB)
+tree = state(10, 12 * MIB)
 def ordinary():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * KIB
 most, over = ordinary(), threading.Event()
@@ -669,12 +670,13 @@ kept.close()
 tell(pinned, most - before, shared)
 """
     )
-    total = 6 * (8 << 20)
+    total = 10 * (12 << 20)  # What a rank does not keep is far more than the limit.
     found = [json.loads(ended.out.splitlines()[-1]) for ended in fork(program, 8, [f"device-{uuid.uuid4()}"])]
     assert sum(total - shared for _, _, shared in found) == total
     for pinned, ordinary, _ in found:
-        # The imitation's pinned memory is ordinary memory, too; but a busy machine looks at that too seldom.
-        assert max(pinned, ordinary) <= 64 << 20
+        assert pinned <= 40 << 20
+        # The imitation's pinned memory is ordinary memory, too, and so is what its kernels take for a moment.
+        assert ordinary <= 64 << 20
 
 
 def test_a_block_that_stays_open_keeps_no_commit_waiting() -> None:
