@@ -106,8 +106,8 @@ def _line(found: dict[str, Any]) -> str:
     return (
         f"{found['ranks']} rank(s), {found['tensors']:,} tensors of {found['bytes_of_each'] >> 10:,} KiB, copies of "
         f"{found['copy_seconds']:.2f} s: a step takes {found['step_seconds']:.4f} s, and "
-        f"{found['added_percent']:+.2f} % with a commit, which returns after {found['returns_after_ms']:.1f} ms, {found['cpu_ms_of_these']:.1f} ms of "
-        f"them CPU time; {found['committed']} of {found['commits']} committed"
+        f"{found['added_percent']:+.2f} % with a commit, which returns after {found['returns_after_ms']:.1f} ms, "
+        f"{found['cpu_ms_of_these']:.1f} ms of them CPU time; {found['committed']} of {found['commits']} committed"
     )
 
 

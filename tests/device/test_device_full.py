@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -62,7 +63,9 @@ def test_over_main_memory(options: dict[str, Any], free: int, device: ModuleType
     [({}, MIB // 4, (0, 1)), ({}, MIB // 4, (0,)), ({}, MIB // 4, (1,)), ({"delta": True}, MIB // 4, (0, 1))],
     ids=["both", "source", "receiver", "delta"],
 )
-def test_on_the_backend_of_the_device(options: dict[str, Any], free: int, ends: tuple[int, ...], device: ModuleType) -> None:
+def test_on_the_backend_of_the_device(
+    options: dict[str, Any], free: int, ends: tuple[int, ...], device: ModuleType
+) -> None:
     """What has to be staged goes through main memory, and both ends know before either posts an operation."""
     expected, setting = state(), Setting()
     source, own = there(expected, 0), there(changed(expected) if options.get("delta") else blank(expected), 1)
@@ -88,11 +91,10 @@ def test_room_that_is_gone_when_it_is_needed_fails_at_both_ends_at_once(end: int
     with setting.ranks() as ranks:
 
         def one(rank: int, pg: Any) -> None:
+            moving = transport(pg, setting, own if rank else None)
+            work = partial(moving.recv_checkpoint, [0]) if rank else partial(moving.send_checkpoint, [1], source)
             with pytest.raises(transfuse.TransfuseError) as failed:
-                if rank == 0:
-                    transport(pg, setting).send_checkpoint([1], source)
-                else:
-                    transport(pg, setting, own).recv_checkpoint([0])
+                work()
             found[rank] = str(failed.value)
 
         reserve = Staging.reserve

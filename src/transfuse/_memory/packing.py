@@ -491,8 +491,8 @@ class Staging:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
         except torch.OutOfMemoryError as error:
             raise TransfuseError(
-                f"{self.device} has no {nbytes} free bytes for staging any more, which it had when the two ranks agreed "
-                "on its backend: leave it more memory, or pass device='cpu'"
+                f"{self.device} has no {nbytes} free bytes for staging any more, which it had when the two ranks "
+                "agreed on its backend: leave it more memory, or pass device='cpu'"
             ) from error
 
     def give_back(self, buffer: torch.Tensor) -> None:
