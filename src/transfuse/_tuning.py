@@ -181,6 +181,11 @@ ARENA_LARGE_BYTES = 1 << 20
 #: The largest mapping. One small tensor that outlives all others keeps at most this much memory from being released.
 ARENA_MAPPING_BYTES = 16 << 20
 
+# _keeper/copying
+#: Of what comes from devices by the host's hands, this much is in main memory at once, in two buffers. A small bundle
+#: lies in a buffer whole.
+PASSING_BYTES = 32 << 20
+
 # _keeper/fingerprints
 #: A device makes fingerprints of this much at a time. Meanwhile it needs three times as much of its memory.
 FINGERPRINT_PIECE_BYTES = 4 << 20
@@ -208,6 +213,10 @@ DEVICE_SAMPLE_SECONDS = 60.0
 # _memory/packing
 #: How many bytes of parcels a thread takes at a time to hash. From a device, two such batches are in main memory.
 HASHED_BYTES = 4 << 20
+
+# _memory/streams
+#: While a device is asked whether something is done: the first pause between two questions, and the longest one.
+DEVICE_MIN_PAUSE_SECONDS, DEVICE_MAX_PAUSE_SECONDS = 20e-6, 1e-3
 
 # _memory/vm
 VM_CALL_BYTES = 8 << 20

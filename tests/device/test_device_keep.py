@@ -750,15 +750,20 @@ tell(loose, tight, allocated() - before)
     assert (loose, tight, closed) == (0, 0, 0)
 
 
-def test_rank_state_on_a_device_comes_back_through_pinned_memory() -> None:
+def test_rank_state_on_a_device_comes_back_through_little_pinned_memory() -> None:
     counters, equal = run("""
-tree, mine = state(4, MIB), {"noise": torch.arange(1 << 18, device="phantom:1"), "n": 3}
+noise = torch.arange(6 << 20)
+tree, turned = state(4, MIB), torch.randn(300, 200, dtype=torch.complex64)
+mine = {"noise": noise.to("phantom:1"), "turned": turned.to("phantom:0").t()}
+mine["one"] = torch.tensor(3.5, device="phantom:1")
 kept = keep(tree, rank_state=mine)
 kept.commit(1)
-with kept.mutating(): mine["noise"].zero_()
+with kept.mutating(): [tensor.zero_() for tensor in mine.values()]
 counters = counted(lambda: kept.restore())
-tell(counters, torch.equal(mine["noise"].cpu(), torch.arange(1 << 18)))
+equal = [torch.equal(mine["noise"].cpu(), noise), torch.equal(mine["turned"].cpu(), turned.t()), mine["one"].item()]
+tell(counters, equal)
 kept.close()
 """)
-    assert equal
+    assert equal == [True, True, 3.5]
     assert counters["pageable_bytes"] == 0
+    assert counters["pinned_most_bytes"] <= 40 << 20

@@ -203,7 +203,7 @@ def test_the_package_is_typed() -> None:
 #: Lengths that a format fixes, and sums of others: they are with the format.
 FIXED = {
     "DIGEST_BYTES", "HEADER_BYTES", "HEAD_BYTES", "HELLO_BYTES", "KEY_BYTES", "MARK_BYTES", "MAX_HEADER_BYTES",
-    "MAX_SOCKET_NAME_BYTES", "MAX_SOCKET_PATH_BYTES", "MAX_BASE_BYTES", "NONCE_BYTES", "PIECE_BYTES", "PROOF_BYTES",
+    "MAX_SOCKET_NAME_BYTES", "MAX_SOCKET_PATH_BYTES", "MAX_BASE_BYTES", "NONCE_BYTES", "PROOF_BYTES",
     "ROW_BYTES", "TOKEN_BYTES", "WIDE_BYTES", "BLOCK_BYTES",
 }  # fmt: skip
 

@@ -73,18 +73,13 @@ class Quiet:
 
     def poll(self, done: Callable[[], bool], seconds: float) -> bool:
         """Ask until the answer is yes, but not when it is to be quiet. Such time does not count. Return the answer."""
-        until = time.monotonic() + seconds
-        while True:
+
+        def ask() -> bool | None:
             with self._lock:
                 is_quiet = self._depth > 0 and not self._asking
-                if not is_quiet and done():
-                    return True
-            began = time.monotonic()
-            if began > until:
-                return False
-            time.sleep(streams.LONGEST_PAUSE)
-            if is_quiet:
-                until += time.monotonic() - began
+                return None if is_quiet else done()
+
+        return streams.poll(ask, time.monotonic() + seconds)
 
 
 def captures(devices: Iterable[torch.device]) -> bool:

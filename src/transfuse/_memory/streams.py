@@ -21,9 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from transfuse._errors import TransfuseError
-
-#: While something is awaited: the first pause between two questions, and the longest one.
-FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
+from transfuse._tuning import DEVICE_MAX_PAUSE_SECONDS, DEVICE_MIN_PAUSE_SECONDS
 
 
 class _Entered(threading.local):
@@ -281,14 +279,20 @@ def reach(events: Iterable[torch.Event], seconds: float) -> None:
             )
 
 
-def poll(done: Callable[[], bool], until: float) -> bool:
-    """Ask until the answer is yes, or until this time of the monotonic clock. Return the answer."""
-    pause = FIRST_PAUSE
-    while not done():
-        if time.monotonic() > until:
+def poll(done: Callable[[], bool | None], until: float) -> bool:
+    """Ask until the answer is yes, or until this time of the monotonic clock. Return the answer.
+
+    An answer of None says that nobody may ask now. Such time does not count.
+    """
+    pause = DEVICE_MIN_PAUSE_SECONDS
+    while not (answer := done()):
+        began = time.monotonic()
+        if began > until:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, DEVICE_MAX_PAUSE_SECONDS)
+        if answer is None:
+            until += time.monotonic() - began
     return True
 
 
