@@ -14,6 +14,7 @@ from transfuse._keeper.bundles import bundle
 from transfuse._keeper.copying import StateMemory
 from transfuse._limits import Limits
 from transfuse._state.manifest import describe
+from transfuse._tuning import PASSING_BYTES
 
 pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 
@@ -59,4 +60,4 @@ def test_a_large_state_is_never_in_main_memory_at_once() -> None:
     forget_most()
     before = resident()
     digests(held)
-    assert resident(most=True) - before < copying.PASSING_BYTES + 64 * MIB < sum(map(torch.Tensor.numel, held.values()))
+    assert resident(most=True) - before < PASSING_BYTES + 64 * MIB < sum(map(torch.Tensor.numel, held.values()))

@@ -85,7 +85,7 @@ def queue(
 
 
 def _pieces(
-    number: int, nbytes: int, data: Sequence[torch.Tensor], places: Sequence[int]
+    number: int, nbytes: int, data: list[torch.Tensor], places: Sequence[int]
 ) -> Iterator[tuple[FingerprintedPiece, torch.Tensor]]:
     """Rows of words, where they lie if that is possible. What lies between two storages, and after the last, is 0."""
     for low in range(0, nbytes, FINGERPRINT_PIECE_BYTES):
