@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 from typing import Any
 
@@ -176,3 +177,19 @@ def test_a_visit_to_the_imitation(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     assert hashlib.sha256(data.read_bytes()).hexdigest() in text
     for private in (str(tmp_path), str(gpu.ROOT), os.environ.get("HOME", "/root") + "/"):
         assert private not in text + data.read_text()
+
+
+@imitation_only
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_the_benchmark_of_slow_copies_keeps_every_step(tmp_path: pathlib.Path) -> None:
+    kind.load()
+    kind.unload()
+    data = tmp_path / "slow.json"
+    options = ["--ranks", "2", "--step", "0.1", "--rate", "1000", "--steps", "1", "--turns", "1", "--json", str(data)]
+    command = [sys.executable, "-m", "benchmarks.slow_copies", *options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(gpu.ROOT), str(gpu.ROOT / "src")])}
+    subprocess.run(command, cwd=gpu.ROOT, env=environment, check=True, timeout=280)
+    told = json.loads(data.read_text())
+    assert [one["tensors"] for one in told] == [16, 512, 8192]
+    assert all(one["committed"] == one["commits"] > 0 for one in told)
