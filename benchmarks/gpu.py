@@ -279,6 +279,17 @@ def _cell(value: object) -> str:
 # ------------------------------------------------------------------------------------------------------------ the visit
 
 
+def present() -> str:
+    """The kind of device to visit: CUDA, or the imitation where torch finds no accelerator at all."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type not in ("cuda", "phantom"):
+        raise SystemExit(
+            f"torch finds accelerators of the kind {found.type!r}, and a visit knows only CUDA's: nothing was run on "
+            f"{found.type!r}. --kind phantom visits the imitation instead"
+        )
+    return "cuda" if found is not None and found.type == "cuda" else "phantom"
+
+
 def size(kind: str) -> int:
     """How many MiB to move: an eighth of the free memory of the fullest device and of main memory, 4 GiB at most."""
     if kind != "cuda" or not torch.cuda.is_available():
@@ -327,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tests", action="append", default=[], help="what pytest runs in the place of all device tests"
     )
     chosen = options.parse_args(argv)
-    kind = chosen.kind or ("cuda" if torch.cuda.is_available() else "phantom")
+    kind = chosen.kind or present()
     tests = chosen.tests or ["tests/device", "tests/memory/test_devices.py"]
     with tempfile.TemporaryDirectory(prefix="visit-") as folder:
         visit = Visit(kind, chosen.mib or size(kind), folder)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -42,6 +43,7 @@ TIMEOUT = timedelta(seconds=60)
 RUNS = 3
 STEPS = 4
 BESIDE = f"{STEPS} steps with wait=False"
+LOOSE = "a stream that waits for nobody"
 #: What the imitation counts and the page shows.
 COUNTS = ("host_syncs", "async_copies", "pageable_bytes", "pinned_bytes", "inner_bytes")
 
@@ -238,7 +240,42 @@ def kept(visit: Visit, name: str, state: State) -> dict[str, Any]:
             torch._foreach_zero_(list(state.values()))
         rows["restore"] = visit.measured(keep.restore, nbytes)
         exact(state, expected)
+        rows |= changed_at_once(visit, keep, state)
     return {f"{name}: {what}": row for what, row in rows.items()}
+
+
+def changed_at_once(visit: Visit, keep: transfuse.Keep, state: State) -> dict[str, Any]:
+    """Commits that are not waited for, a change right after each, and what is restored then: the step, whole.
+
+    A stream that waits for nobody may be quicker than the copies. Then the step before is there, whole.
+    """
+    other = torch.Stream(device=visit.kind)
+    expected = {100: in_main_memory(state)}
+
+    def change(how: str) -> None:
+        if how == "another stream":
+            other.wait_stream(torch.accelerator.current_stream())
+        with nullcontext() if how == "the same stream" else other:
+            torch._foreach_add_(list(state.values()), 1)
+
+    def once(step: int, how: str) -> None:
+        keep.commit(step, wait=False)
+        with keep.mutating():
+            change(how)
+        torch.accelerator.current_stream().wait_stream(other)
+
+    rows = {}
+    for step, how in enumerate(("the same stream", "another stream", LOOSE), 101):
+        with keep.mutating():
+            torch._foreach_add_(list(state.values()), 1)
+        expected[step] = in_main_memory(state)
+        row = visit.measured(partial(once, step, how), nbytes_of(state))
+        restored = int(keep.restore() or 0)
+        if restored != step and how != LOOSE:
+            raise AssertionError(f"step {step} was changed on {how}, and step {restored} is restored")
+        exact(state, expected[restored])
+        rows[f"changed at once, on {how}"] = {**row, "commits": int(restored == step)}
+    return rows
 
 
 def beside_steps(visit: Visit, keep: transfuse.Keep, state: State, commit_seconds: float) -> dict[str, Any]:

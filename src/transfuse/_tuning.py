@@ -92,11 +92,6 @@ COMMIT_ANSWER_SECONDS = 5.0
 #: How long a rank that asks for a layout waits for the other ranks of its host, which may share it.
 COMMIT_PARTNER_SECONDS = 5.0
 
-# _keeper/copying
-#: This much of what the host copies from devices is in main memory at once, in two buffers. A small bundle lies in a
-#: buffer whole.
-COMMIT_PIECE_BYTES = 32 << 20
-
 # _keeper/draining
 #: How long a keeper that was told to end waits for what is under way. Kubernetes kills after 30 s.
 DRAIN_SECONDS = 20.0
@@ -223,10 +218,14 @@ ARENA_MAPPING_BYTES = 16 << 20
 #: The bytes of a storage or a file that have a digest of their own: hosts that compare them must have the same size.
 HASHED_BLOCK_BYTES = 1 << 20
 
-# _keeper/device_commit
-#: Of at most this number of storages on each device, the first bytes are compared with what has landed in a slot.
-NET_SAMPLES = 256
-NET_SAMPLE_BYTES = 64
+# _keeper/copying
+#: Of what comes from devices by the host's hands, this much is in main memory at once, in two buffers. A small bundle
+#: lies in a buffer whole.
+PASSING_BYTES = 32 << 20
+
+# _keeper/fingerprints
+#: A device makes fingerprints of this much at a time. Meanwhile it needs three times as much of its memory.
+FINGERPRINT_PIECE_BYTES = 4 << 20
 
 # _memory/device_copies
 #: A run of at least this size is copied by itself. Smaller ones are packed on the device, into pieces of the second
@@ -257,9 +256,8 @@ WIDENED_ITEMS = 1 << 20
 HASHED_BYTES = 4 << 20
 
 # _memory/streams
-#: While something is awaited on a device: the first pause between two questions, and the longest one.
-DEVICE_FIRST_PAUSE_SECONDS = 20e-6
-DEVICE_LONGEST_PAUSE_SECONDS = 1e-3
+#: While a device is asked whether something is done: the first pause between two questions, and the longest one.
+DEVICE_MIN_PAUSE_SECONDS, DEVICE_MAX_PAUSE_SECONDS = 20e-6, 1e-3
 
 # _memory/vm
 VM_CALL_BYTES = 8 << 20

@@ -118,6 +118,33 @@ def test_delta_over_main_memory_copies_what_has_changed_once_more(ends: tuple[Co
     assert receiver["bytes_to_device"] <= changed
 
 
+_FETCH = """
+size, number = json.loads(sys.argv[1])
+held, own = ({f"w{i}": torch.full((size,), value, dtype=torch.uint8, device=f"phantom:{rank}") for i in range(number)}
+             for rank, value in ((0, 7), (1, 0)))
+with transfuse.serve(held, step=lambda: 1, token="a long secret") as server:
+    torch.accelerator.synchronize(0), torch.accelerator.synchronize(1)
+    phantom.reset_counters()
+    transfuse.fetch(server.address, own, token="a long secret", same_host=False)
+    counted = phantom.counters()
+assert all(bytes(tensor.cpu().numpy()) == bytes([7]) * size for tensor in own.values())
+print(json.dumps(counted), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("size", "number"), [(4 * MIB, 8), (4096, 1024)])
+def test_serve_and_fetch_are_pinned_and_nobody_waits(size: int, number: int) -> None:
+    """Both ends are counted together: each byte once from a device, and once to one."""
+    kind.load()
+    kind.unload()
+    counted = run_program(_FETCH, json.dumps([size, number]))
+    assert counted["host_syncs"] == counted["fallbacks"] == counted["pageable_bytes"] == 0
+    assert size * number <= counted["bytes_to_host"] <= size * number + SAMPLE * number
+    assert counted["bytes_to_device"] == size * number
+    small = 2 * size * number if size < MIB else 0
+    assert counted["inner_bytes"] <= small + SAMPLE * number
+
+
 _RESTORE = """
 size, number = json.loads(sys.argv[1])
 held = {f"w{i}": torch.full((size,), i % 250, dtype=torch.uint8, device=f"phantom:{i % 2}") for i in range(number)}

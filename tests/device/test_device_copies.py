@@ -89,9 +89,16 @@ def test_pieces_bring_one_while_the_other_is_used() -> None:
     there = torch.arange(256, dtype=torch.uint8).repeat(4096).to(mine(1))
     pieces = PinnedPair(1 << 16, [there.device], 10.0)
     parts = list(range(0, there.numel(), 1 << 16))
-    seen = []
-    for low, data in pieces.ahead(parts, lambda low, buffer: to_host([(there[low : low + (1 << 16)], buffer)])):
+    seen, brought = [], []
+
+    def bring(low: int, buffer: torch.Tensor) -> None:
+        brought.append(low)
+        to_host([(there[low : low + (1 << 16)], buffer)])
+
+    for low, data in pieces.ahead(parts, bring):
         seen.append(low)
+        # The next one is on its way while this one is used, and no more than that.
+        assert brought == parts[: len(seen) + 1]
         assert torch.equal(data, there.cpu()[low : low + (1 << 16)])
     assert seen == parts
     back = torch.zeros_like(there)

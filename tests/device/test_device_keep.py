@@ -51,32 +51,48 @@ def run(program: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("count", "nbytes", "devices"), [(8192, 4096, "0,"), (8, 4 << 20, "0, 1"), (3000, 700, "1, 0")]
+    ("count", "nbytes", "devices", "copies"),
+    [(8192, 4096, (0,), 2), (8, 4 << 20, (0, 1), 8), (3, 40 << 20, (1,), 3), (3000, 700, (1, 0), 4)],
 )
-def test_a_commit_is_few_copies_into_pinned_memory(count: int, nbytes: int, devices: str) -> None:
+def test_a_commit_is_few_copies_into_pinned_memory(
+    count: int, nbytes: int, devices: tuple[int, ...], copies: int
+) -> None:
     """Also the first: nothing is read twice, nothing is pageable, and the host synchronises with nothing."""
-    first, later, loose, outcome, found = run(f"""
-tree = state({count}, {nbytes}, ({devices}))
+    first, later, loose, outcome, found, extra = run(f"""
+tree = state({count}, {nbytes}, {devices})
 kept = keep(tree)
 first = counted(lambda: kept.commit(1))
 later = counted(lambda: kept.commit(2))
 with kept.mutating(): add(tree)
+torch.accelerator.synchronize(0), torch.accelerator.synchronize(1)
+for device in (0, 1): phantom.reset_peak_memory_stats(device)
+before = [phantom.memory_allocated(device) for device in (0, 1)]
 def step():
     kept.commit(3, wait=False)
     with kept.mutating(): add(tree)
 loose = counted(step)
+extra = max(phantom.max_memory_allocated(device) - before[device] for device in (0, 1))
 kept.restore()
 outcome = kept.report.outcome
 found = values(tree)
 kept.close()
-tell(first, later, loose, outcome, found)
+tell(first, later, loose, outcome, found, extra)
 """)
     total = count * nbytes
     for counters in (first, later, loose):
-        assert counters["host_syncs"] <= 4
-        assert counters["pageable_bytes"] == 0
-        assert total <= counters["bytes_to_host"] < 1.05 * total + (64 << 10)
-        assert counters["async_copies"] <= 4 + total // (1 << 20)
+        assert (counters["host_syncs"], counters["pageable_bytes"]) == (0, 0)
+        assert total <= counters["bytes_to_host"] < 1.01 * total
+    # What a stream could change before it is copied is fingerprinted: weights to each device, and sums from there.
+    fingerprints = 2 * len(devices)
+    assert [first["async_copies"], later["async_copies"], loose["async_copies"]] == [
+        copies,
+        copies,
+        copies + fingerprints,
+    ]
+    assert loose["bytes_to_device"] == len(devices) * (32 << 10)
+    # Small tensors are read three times on the device and written twice, large ones read once.
+    assert loose["inner_bytes"] == (2 * total if nbytes < 1 << 20 else 0)
+    assert extra <= 16 << 20
     assert (outcome, found) == ("committed", [2])
 
 
@@ -359,6 +375,44 @@ kept.close()
     assert (later, found) == (4, [4])
 
 
+@pytest.mark.parametrize(
+    ("change", "busy"),
+    [
+        ("torch._foreach_add_([tensor[64:] for tensor in tree.values()], 1)", 0),
+        ("tree['w6'][-1:].add_(1)", 0),
+        ("torch._foreach_add_([tensor[64:] for tensor in tree.values()], 1)", 0.4),
+    ],
+    ids=["all but the first bytes", "one byte", "while the stream of commit() is busy"],
+)
+@pytest.mark.parametrize(("count", "nbytes"), [(8, 1 << 20), (1000, 8 << 10)], ids=["large", "small"])
+def test_no_byte_changes_unseen_before_it_is_copied(change: str, busy: float, count: int, nbytes: int) -> None:
+    """A stream that waits for nobody changes the state in a block. A step that it could tear is dropped."""
+    outcome, why, step, found = run(f"""
+reports = []
+tree = state({count}, {nbytes})
+kept = keep(tree, on_report=lambda report: reports.append([report.outcome, report.why]))
+kept.commit(1)
+with kept.mutating(): add(tree)
+phantom.set_copy_rate(8 * MIB)
+if {busy}: phantom.sleep({busy})  # Work of the job's that has nothing to do with its state.
+kept.commit(2, wait=False)
+other = torch.Stream(device="phantom:0")
+with kept.mutating():
+    with other: {change}
+torch.accelerator.synchronize(0)
+kept._join()
+with kept.mutating(): add(tree)
+phantom.set_copy_rate(0)
+step = kept.restore()
+tell(*reports[1], int(step), sorted({{int(byte) for tensor in tree.values() for byte in tensor.cpu().unique()}}))
+kept.close()
+""")
+    # Small tensors are packed into one piece at once, before a stream can change them: that is the step, whole.
+    assert (outcome, step, found) in [("dropped", 1, [1]), ("committed", 2, [2])]
+    assert outcome == "committed" or "on a stream that did not wait" in why
+    assert count > 8 or outcome == "dropped"
+
+
 def test_a_copy_that_comes_late_harms_no_later_commit() -> None:
     """Until the device has ended, nobody else gets the slot: not even a state of another structure."""
     reports, step, found = run("""
@@ -500,7 +554,7 @@ kept.close()
     assert longer >= 1  # Otherwise the copies would not have been slow.
 
 
-def test_a_commit_of_many_small_tensors_looks_at_few_of_them_before_it_returns() -> None:
+def test_a_commit_of_many_small_tensors_looks_at_none_of_them_before_it_returns() -> None:
     """Python calls for each tensor take longer than all copies. The commit's thread makes them, once for each."""
     before, later, found = run("""
 from transfuse._keeper.copying import StateMemory
@@ -522,8 +576,7 @@ kept.restore()
 tell(before, later, values(tree))
 kept.close()
 """)
-    assert before <= 2 * 257  # The samples of the net, on two devices.
-    assert later == 4096
+    assert (before, later) == (0, 4096)
     assert found == [2]
 
 
@@ -582,7 +635,8 @@ kept.close()
             assert counters["pageable_bytes"] == 0
             assert total <= counters["bytes_to_host"] < 1.05 * total
             assert counters["host_syncs"] <= 4
-            assert counters["pinned_most_bytes"] <= 64 << 20
+            # Two buffers of 16 MiB, and sums. The half that the other rank keeps has 48.
+            assert counters["pinned_most_bytes"] <= 40 << 20
 
 
 def test_eight_equal_ranks_take_little_memory_each() -> None:
@@ -592,7 +646,7 @@ def test_eight_equal_ranks_take_little_memory_each() -> None:
         + _KEEP
         + """
 dist.init_process_group("gloo")
-tree = state(6, 8 * MIB)
+tree = state(10, 12 * MIB)
 def ordinary():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * KIB
 most, over = ordinary(), threading.Event()
@@ -616,12 +670,13 @@ kept.close()
 tell(pinned, most - before, shared)
 """
     )
-    total = 6 * (8 << 20)
+    total = 10 * (12 << 20)  # What a rank does not keep is far more than the limit.
     found = [json.loads(ended.out.splitlines()[-1]) for ended in fork(program, 8, [f"device-{uuid.uuid4()}"])]
     assert sum(total - shared for _, _, shared in found) == total
     for pinned, ordinary, _ in found:
-        # The imitation's pinned memory is ordinary memory, too; but a busy machine looks at that too seldom.
-        assert max(pinned, ordinary) <= 64 << 20
+        assert pinned <= 40 << 20
+        # The imitation's pinned memory is ordinary memory, too, and so is what its kernels take for a moment.
+        assert ordinary <= 64 << 20
 
 
 def test_a_block_that_stays_open_keeps_no_commit_waiting() -> None:
@@ -695,15 +750,20 @@ tell(loose, tight, allocated() - before)
     assert (loose, tight, closed) == (0, 0, 0)
 
 
-def test_rank_state_on_a_device_comes_back_through_pinned_memory() -> None:
+def test_rank_state_on_a_device_comes_back_through_little_pinned_memory() -> None:
     counters, equal = run("""
-tree, mine = state(4, MIB), {"noise": torch.arange(1 << 18, device="phantom:1"), "n": 3}
+noise = torch.arange(6 << 20)
+tree, turned = state(4, MIB), torch.randn(300, 200, dtype=torch.complex64)
+mine = {"noise": noise.to("phantom:1"), "turned": turned.to("phantom:0").t()}
+mine["one"] = torch.tensor(3.5, device="phantom:1")
 kept = keep(tree, rank_state=mine)
 kept.commit(1)
-with kept.mutating(): mine["noise"].zero_()
+with kept.mutating(): [tensor.zero_() for tensor in mine.values()]
 counters = counted(lambda: kept.restore())
-tell(counters, torch.equal(mine["noise"].cpu(), torch.arange(1 << 18)))
+equal = [torch.equal(mine["noise"].cpu(), noise), torch.equal(mine["turned"].cpu(), turned.t()), mine["one"].item()]
+tell(counters, equal)
 kept.close()
 """)
-    assert equal
+    assert equal == [True, True, 3.5]
     assert counters["pageable_bytes"] == 0
+    assert counters["pinned_most_bytes"] <= 40 << 20

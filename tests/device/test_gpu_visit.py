@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import gpu
 from benchmarks.gpu_parts import PARTS, Visit
 
 from device import kind
 from device.kind import imitation_only
+from device.processes import run_program
 
 _JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.device.test_a" name="test_one"/>
@@ -114,6 +118,41 @@ def test_a_rank_that_has_failed_ends_its_part(tmp_path: pathlib.Path, monkeypatc
     assert ended["codes"] == [None, 1]
 
 
+def test_an_accelerator_that_the_visit_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The imitation would be visited in its place otherwise, and the page would say nothing of it."""
+    found = {"check_available": torch.device("xpu")}
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found["check_available"])
+    with pytest.raises(SystemExit, match=r"'xpu'.*--kind phantom"):
+        gpu.main(["--only", "machine"])
+    found["check_available"] = torch.device("cuda")
+    assert gpu.present() == "cuda"
+
+
+def test_a_container_gets_nothing_that_git_ignores() -> None:
+    """Environments, caches and the history itself would be copied into the image."""
+    ignored = {line.removeprefix("**/") for line in (gpu.ROOT / ".dockerignore").read_text().splitlines()}
+    for line in (gpu.ROOT / ".gitignore").read_text().split():
+        name = line.rstrip("/")
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in ignored), name
+    assert ".git" in ignored
+
+
+@imitation_only
+def test_a_commit_that_is_not_waited_for_is_compared(tmp_path: pathlib.Path) -> None:
+    told = run_program(
+        """
+from pathlib import Path
+from benchmarks.gpu_parts import Visit, commit
+print(json.dumps(commit(Visit("phantom", 1, sys.argv[1]))))
+""",
+        str(tmp_path),
+    )
+    for name in ("large", "small"):
+        for how in ("the same stream", "another stream"):
+            assert told[f"{name}: changed at once, on {how}"]["commits"] == 1
+        assert told[f"{name}: changed at once, on a stream that waits for nobody"]["commits"] in (0, 1)
+
+
 @imitation_only
 @pytest.mark.soak
 @pytest.mark.timeout(600)
@@ -138,3 +177,19 @@ def test_a_visit_to_the_imitation(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     assert hashlib.sha256(data.read_bytes()).hexdigest() in text
     for private in (str(tmp_path), str(gpu.ROOT), os.environ.get("HOME", "/root") + "/"):
         assert private not in text + data.read_text()
+
+
+@imitation_only
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_the_benchmark_of_slow_copies_keeps_every_step(tmp_path: pathlib.Path) -> None:
+    kind.load()
+    kind.unload()
+    data = tmp_path / "slow.json"
+    options = ["--ranks", "2", "--step", "0.1", "--rate", "1000", "--steps", "1", "--turns", "1", "--json", str(data)]
+    command = [sys.executable, "-m", "benchmarks.slow_copies", *options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(gpu.ROOT), str(gpu.ROOT / "src")])}
+    subprocess.run(command, cwd=gpu.ROOT, env=environment, check=True, timeout=280)
+    told = json.loads(data.read_text())
+    assert [one["tensors"] for one in told] == [16, 512, 8192]
+    assert all(one["committed"] == one["commits"] > 0 for one in told)

@@ -14,7 +14,7 @@ from transfuse._keeper.bundles import bundle
 from transfuse._keeper.copying import StateMemory
 from transfuse._limits import Limits
 from transfuse._state.manifest import describe
-from transfuse._tuning import COMMIT_PIECE_BYTES
+from transfuse._tuning import PASSING_BYTES
 
 pytestmark = pytest.mark.usefixtures("accelerator", "nothing_is_left")
 
@@ -48,7 +48,7 @@ def test_digests_are_those_of_main_memory_in_pieces_of_any_size(monkeypatch: pyt
     mixed = {name: (here if int(name) % 2 else there)[name] for name in here}
     expected = digests(here)
     for nbytes in (2 * MIB, 3 * MIB + 5, 64 * MIB):
-        monkeypatch.setattr(copying, "COMMIT_PIECE_BYTES", nbytes)
+        monkeypatch.setattr(copying, "PASSING_BYTES", nbytes)
         assert digests(there) == expected
         assert digests(mixed, like=here) == expected
 
@@ -60,4 +60,4 @@ def test_a_large_state_is_never_in_main_memory_at_once() -> None:
     forget_most()
     before = resident()
     digests(held)
-    assert resident(most=True) - before < COMMIT_PIECE_BYTES + 64 * MIB < sum(map(torch.Tensor.numel, held.values()))
+    assert resident(most=True) - before < PASSING_BYTES + 64 * MIB < sum(map(torch.Tensor.numel, held.values()))

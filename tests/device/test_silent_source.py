@@ -46,7 +46,7 @@ def test_communicators_are_aborted_only_if_targets_could_be_written_late(
             assert error.partial is None
 
 
-def test_an_abort_that_blocks_costs_no_more_than_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_abort_that_blocks_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     def work(rank: int, pg: Any) -> Any:
         if rank == 0:
             send(pg, 1, {"w": torch.ones(5)}, LONG)

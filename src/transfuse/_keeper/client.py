@@ -683,7 +683,9 @@ class Keep:
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
-        """Change the state within this block. It waits until the copy that ``commit(wait=False)`` began has ended.
+        """Change the state within this block, after the copy that ``commit(wait=False)`` began.
+
+        What lies in main memory has been copied when the block begins; what lies on accelerators is waited for there.
 
         This is :meth:`State.mutating`: all who read the same :class:`State` are waited for.
         """
@@ -713,10 +715,11 @@ class Keep:
                 "mutating() was entered during the capture of a graph, while a commit is under way: enter it before "
                 "the capture begins"
             )
-        if report is not None and job is not None and job.holds_back_devices and not self._distrusts:
+        is_held = False
+        if report is not None and job is not None and not self._distrusts:
             with timed(report, "the copy"):
-                job.hold_back()
-        elif report is not None:
+                is_held = job.hold_back()
+        if report is not None and not is_held:
             self._end_copy(report, "the copy")
         taken, layout = self._taken, self._layout
         if taken is not None and layout is not None and layout.structure == taken.structure:

@@ -259,11 +259,6 @@ class CommitCopy:
     def report(self) -> CommitReport:
         return self._report
 
-    @property
-    def holds_back_devices(self) -> bool:
-        """Whether the host need not wait for all of it before the state changes."""
-        return self._device is not None and self._device.has_net
-
     def begin(self, at_once: Ints | None) -> bool:
         """Copy what cannot wait: everything, or the bundles of these storages and what belongs to the rank.
 
@@ -305,20 +300,28 @@ class CommitCopy:
         self._device = device
         device.begin(first)
         if wait:
-            device.queue(~first)
+            device.queue(~first, fingerprinted=False)
             with committer.quiet.broken():  # The caller is not capturing, and waits here.
                 device.land(committer.seconds)
         else:
             device.hold_back(for_all=False)
 
-    def hold_back(self) -> None:
-        """The job is about to change its state: its devices wait for the copies, and the host for all other copies."""
+    def hold_back(self) -> bool:
+        """The job is about to change its state: its devices wait for the copies, and the host for all other copies.
+
+        It waits for fingerprints, too. Returns whether that is enough: without them it has to wait for everything.
+        """
+        if self._device is None:
+            return False
         self.is_read.wait()
+        with self._committer.quiet.broken():
+            if not self._device.are_fingerprinted(self._committer.seconds):
+                return False
         with self._freezing:
             if self._changed_by_then is None:
                 self._changed_by_then = self._changed_versions()
-        if self._device is not None:
-            self._device.hold_back(for_all=True)
+        self._device.hold_back(for_all=True)
+        return True
 
     def _changed_versions(self) -> Ints:
         return np.flatnonzero(np.array(self._taken.versions()) != self._versions)
@@ -331,7 +334,7 @@ class CommitCopy:
         later, device = self._later, self._device
         try:
             if device is not None:
-                device.queue(~self._first)
+                device.queue(~self._first, fingerprinted=True)
             by_hand = later if device is None else later[~device.landing[later]]
             self._digests = self._copy(by_hand, workers)
             changed = self._watch.changed_rows()
@@ -346,7 +349,7 @@ class CommitCopy:
         if len(changed):
             return self._leave_out(changed)
         if device is not None:
-            if device.differs():
+            if device.differs(workers):
                 raise ChangedTooEarly
             self._digests = self._copy(later[device.landing[later]], workers)
         self.finish()

@@ -24,7 +24,7 @@ from transfuse._state.leaves import dense
 from transfuse._state.manifest import Described
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
-from transfuse._tuning import BUNDLE_BYTES, COMMIT_PIECE_BYTES, HASHED_BLOCK_BYTES
+from transfuse._tuning import BUNDLE_BYTES, HASHED_BLOCK_BYTES, PASSING_BYTES
 
 
 @dataclass(eq=False)
@@ -161,7 +161,7 @@ class _Work:
         if not wanted:
             return
         most = sum(int(self._bundles.nbytes[number]) for number in wanted)
-        nbytes = min(most, max(COMMIT_PIECE_BYTES // 2, BUNDLE_BYTES))
+        nbytes = min(most, max(PASSING_BYTES // 2, BUNDLE_BYTES))
 
         def bring(parts: Sequence[_PiecePart], buffer: torch.Tensor) -> None:
             runs = [

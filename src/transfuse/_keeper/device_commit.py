@@ -5,30 +5,30 @@ what the caller had queued when it called ``commit``. Queueing takes time for ea
 it, but for what cannot wait. A job that changes the state afterwards lets the device wait for them, not the host:
 :meth:`DeviceCopy.hold_back`.
 
-A job may still change the state on a stream that waits for nobody. So a few bytes of some tensors are remembered on the
-caller's own streams, and compared with what has landed in the slot. That is a net, not a proof.
+A job may still change the state on a stream that waits for nobody. So each device makes fingerprints of all that it is
+about to copy, the job changes nothing before these are made, and what has landed in the slot must have the same.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 import torch
 
 from transfuse._errors import TransfuseError
-from transfuse._keeper import copying
-from transfuse._keeper.bundle_table import COMPARED, NO_DIGEST, Bundles, StoragePlaces
+from transfuse._keeper import copying, fingerprints
+from transfuse._keeper.bundle_table import NO_DIGEST, Bundles, StoragePlaces
 from transfuse._keeper.copying import StateMemory
 from transfuse._keeper.slot_file import PAGE, SlotView
-from transfuse._memory import device_copies, streams
+from transfuse._memory import blocks, device_copies, streams
 from transfuse._memory.streams import OwnStreams
 from transfuse._state.region import Ints
 from transfuse._state.tensors import Bools
-from transfuse._tuning import DEVICE_LONGEST_PAUSE_SECONDS, DEVICE_PIECE_BYTES, NET_SAMPLE_BYTES, NET_SAMPLES
 
 
 class DeviceStillCopies(TransfuseError):
@@ -73,18 +73,13 @@ class Quiet:
 
     def poll(self, done: Callable[[], bool], seconds: float) -> bool:
         """Ask until the answer is yes, but not when it is to be quiet. Such time does not count. Return the answer."""
-        until = time.monotonic() + seconds
-        while True:
+
+        def ask() -> bool | None:
             with self._lock:
                 is_quiet = self._depth > 0 and not self._asking
-                if not is_quiet and done():
-                    return True
-            began = time.monotonic()
-            if began > until:
-                return False
-            time.sleep(DEVICE_LONGEST_PAUSE_SECONDS)
-            if is_quiet:
-                until += time.monotonic() - began
+                return None if is_quiet else done()
+
+        return streams.poll(ask, time.monotonic() + seconds)
 
 
 def captures(devices: Iterable[torch.device]) -> bool:
@@ -114,64 +109,63 @@ class DeviceCopy:
         slot: SlotView,
     ) -> None:
         self._own, self._quiet, self._slot, self._memory = own, quiet, slot, memory
-        self._of_storage, self._nbytes = storages.bundles, memory.nbytes
+        self._bundles, self._of = bundles, storages
         self._places: Ints = bundles.places[storages.bundles] + storages.places
         #: Which bundles land in the slot by queued copies.
         self.landing: Bools = slot.is_pinned & memory.on_one_device(len(bundles), storages) & (bundles.places >= 0)
         #: The storages that do. Their memory is the commit's until they have landed.
-        self._storages: Ints = memory.elsewhere[self.landing[self._of_storage[memory.elsewhere]]]
+        self._storages: Ints = memory.elsewhere[self.landing[storages.bundles[memory.elsewhere]]]
         self.devices = memory.devices_of(self._storages)
         #: Whether a device may still write to the slot.
         self._is_under_way = False
         #: The moments after which the copies that could not wait have landed, and all copies.
         self._first: dict[torch.device, torch.Event] = {}
         self._last: dict[torch.device, torch.Event] = {}
-        #: For each device: storages, the first bytes of each as the caller's stream saw them, and a place for them.
-        self._net: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
-        #: Whether each device had room for it.
-        self.has_net = True
+        #: The fingerprints of what was copied later, and the moments after which they have been made.
+        self._prints: list[fingerprints.DeviceFingerprints] = []
+        self._printed: dict[torch.device, torch.Event] = {}
 
     def begin(self, first: Bools) -> None:
         """In the caller's thread: go on after what it has queued, and queue the copies of the bundles ``first``."""
-        self._cast_net()
         self._own.follow(self.devices)
         self._is_under_way = True
-        if first[self._of_storage[self._storages]].any():
+        brought = {storage: self._memory.bring(storage) for storage in self._chosen(first)}
+        if brought:
             with self._own.entered(self.devices):
-                device_copies.to_host(self._runs(first), PAGE)
+                device_copies.to_host(self._runs(brought), PAGE)
                 self._first = self._own.events(self.devices)
 
-    def queue(self, rest: Bools) -> None:
-        """In any thread, before the state changes: queue the copies of these bundles, which are all others."""
+    def queue(self, rest: Bools, *, fingerprinted: bool) -> None:
+        """In any thread, before the state changes: queue the copies of these bundles, which are all others.
+
+        ``fingerprinted``: make fingerprints of them first, if the devices have room for that.
+        """
+        brought = {storage: self._memory.bring(storage) for storage in self._chosen(rest)}
         with self._own.entered(self.devices):
-            device_copies.to_host(self._runs(rest), PAGE)
-            for _, samples, pinned in self._net:
-                pinned.copy_(samples, non_blocking=True)
+            if fingerprinted:
+                with suppress(torch.OutOfMemoryError):
+                    self._prints = fingerprints.queue(
+                        self._memory, self._bundles, self._of, np.flatnonzero(self.landing & rest), brought.__getitem__
+                    )
+                    self._printed = self._own.events(self.devices)
+            device_copies.to_host(self._runs(brought), PAGE)
             self._last = self._own.events(self.devices)
 
-    def _runs(self, chosen: Bools) -> Iterator[device_copies.Run]:
+    def _chosen(self, bundles: Bools) -> list[int]:
+        chosen: list[int] = self._storages[bundles[self._of.bundles[self._storages]]].tolist()
+        return chosen
+
+    def _runs(self, brought: Mapping[int, torch.Tensor]) -> Iterator[device_copies.Run]:
         # What lies between two storages of one device is padding: a bundle of several devices is not among these, and
         # each bundle begins a page.
         whole = torch.frombuffer(self._slot.memory, dtype=torch.uint8)
-        some = self._storages[chosen[self._of_storage[self._storages]]]
-        places, sizes = self._places[some].tolist(), self._nbytes[some].tolist()
-        for storage, at, nbytes in zip(some.tolist(), places, sizes, strict=True):
-            yield self._memory.bring(storage), whole[at : at + nbytes]
+        for at, data in zip(self._places[list(brought)].tolist(), brought.values(), strict=True):
+            yield data, whole[at : at + data.numel()]
 
-    def _cast_net(self) -> None:
-        for device in self.devices:
-            found = self._memory.on(device, self._storages).tolist()
-            # Spread over all of them, and always the last: it is copied last.
-            some = [*found[:: -(-len(found) // NET_SAMPLES)], found[-1]]
-            try:
-                sizes = np.minimum(self._nbytes[some], NET_SAMPLE_BYTES).tolist()
-                samples = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-                first = [self._memory.bring(storage)[:NET_SAMPLE_BYTES] for storage in some]
-                torch._foreach_copy_(samples.split_with_sizes(sizes), first)
-            except torch.OutOfMemoryError:
-                self.has_net = False
-                return
-            self._net.append((some, samples, torch.empty(samples.numel(), dtype=torch.uint8, pin_memory=True)))
+    def are_fingerprinted(self, seconds: float) -> bool:
+        """Wait until the devices have made the fingerprints. False: there are none, or not within ``seconds``."""
+        printed = self._printed
+        return bool(printed) and self._quiet.poll(lambda: all(event.query() for event in printed.values()), seconds)
 
     def hold_back(self, *, for_all: bool) -> None:
         """Let the caller's current streams wait for the copies that could not wait, or for all of them."""
@@ -199,17 +193,22 @@ class DeviceCopy:
                 f"keeper's slot, have not ended after {seconds:g} s. Raise timeout= of keep() if a step takes that long"
             )
 
-    def differs(self) -> bool:
-        """Whether something else has landed than the caller's streams had seen: it was changed before it was copied."""
-        for storages, _, pinned in self._net:
-            sizes = np.minimum(self._nbytes[storages], NET_SAMPLE_BYTES)
-            landed = [
-                self._slot.bytes[at : at + size]
-                for at, size in zip(self._places[storages].tolist(), sizes.tolist(), strict=True)
-            ]
-            if not np.array_equal(np.concatenate(landed), pinned.numpy()):
-                return True
-        return False
+    def differs(self, workers: int) -> bool:
+        """Whether something else has landed than there was at first: it was changed before it was copied."""
+        found: list[bool] = []
+
+        def compare(piece: fingerprints.FingerprintedPiece, sums: Ints) -> None:
+            at = int(self._bundles.places[piece.number]) + piece.low
+            if not np.array_equal(fingerprints.sums_of(self._slot.bytes[at : at + piece.nbytes]), sums):
+                found.append(True)
+
+        tasks = [
+            partial(compare, piece, sums)
+            for _, pieces, rows in self._prints
+            for piece, sums in zip(pieces, rows.numpy(), strict=True)
+        ]
+        blocks.run(tasks, workers)
+        return bool(found)
 
 
 def guess(
@@ -223,47 +222,9 @@ def guess(
         here = np.flatnonzero(~there)
         digests = copying.copy(memory, bundles, storages, None, digests=False, only=here, seconds=seconds)
         try:
-            prints = _fingerprints(memory, bundles, storages, np.flatnonzero(there), seconds)
+            found = fingerprints.queue(memory, bundles, storages, np.flatnonzero(there))
+            streams.complete(seconds)
+            prints = fingerprints.short(found)
         except torch.OutOfMemoryError:
             prints = {}  # Such bundles are not shared until there is a new layout.
     return [prints.get(number, digest) for number, digest in enumerate(digests or [NO_DIGEST] * len(bundles))]
-
-
-def _fingerprints(
-    memory: StateMemory, bundles: Bundles, storages: StoragePlaces, numbers: Ints, seconds: float
-) -> dict[int, bytes]:
-    """Numbers that show which bundles on devices may be equal to another rank's, made where the bundles lie.
-
-    They are no digests: columns of words are added up, and the sums are weighed. This thread has entered streams on the
-    devices.
-    """
-    if not len(numbers):
-        return {}
-    columns = 512
-    weights = torch.from_numpy(np.random.default_rng(1).integers(1, 1 << 62, (2, columns))).pin_memory()
-    order = np.argsort(storages.bundles, kind="stable")
-    first = np.searchsorted(storages.bundles[order], [*range(len(bundles)), len(bundles)])
-    found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for number in numbers.tolist():
-        mine = [one for one in order[first[number] : first[number + 1]].tolist() if memory.nbytes[one]]
-        data = [memory.bring(storage) for storage in mine]
-        nbytes, device = int(bundles.nbytes[number]), data[0].device
-        sums = torch.zeros(columns, dtype=torch.int64, device=device)
-        for low in range(0, nbytes, DEVICE_PIECE_BYTES):
-            size = min(nbytes - low, DEVICE_PIECE_BYTES)
-            words = torch.zeros(-(-size // (8 * columns)) * columns, dtype=torch.int64, device=device)
-            room = words.view(torch.uint8)
-            # Either one large storage, a piece at a time, or several small ones, which fit in whole.
-            parts = [data[0][low : low + size]] if len(data) == 1 else data
-            places = [0] if len(data) == 1 else storages.places[mine].tolist()
-            torch._foreach_copy_([room[at : at + part.numel()] for at, part in zip(places, parts, strict=True)], parts)
-            sums = sums * 31 + words.view(-1, columns).sum(0)
-        weighed = (weights.to(device, non_blocking=True) * sums).sum(1)
-        found.setdefault(device, []).append((number, weighed))
-    result: dict[int, bytes] = {}
-    for pairs in found.values():
-        pinned = torch.empty((len(pairs), 2), dtype=torch.int64, pin_memory=True)
-        pinned.copy_(torch.stack([weighed for _, weighed in pairs]), non_blocking=True)
-        streams.complete(seconds)
-        result |= {number: row.tobytes() for (number, _), row in zip(pairs, pinned.numpy(), strict=True)}
-    return result

@@ -95,6 +95,7 @@ def _queue_small(starts: Sequence[int], runs: Sequence[Run], padding: int, *, ou
             else:
                 packed.copy_(whole, non_blocking=True)
                 torch._foreach_copy_(tensors, slots)
+            del packed, slots  # Its place is for the next piece.
         first = last
 
 
@@ -127,13 +128,16 @@ def room_on(device: torch.device, nbytes: int, *, zeroed: bool = False) -> torch
 
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor into another one; from main memory to a device by way of pinned memory."""
+    """Copy a tensor into another one of the same shape and dtype; to a device as :func:`from_ordinary` does."""
     if target.is_cpu or not source.is_cpu or not source.numel():
         target.copy_(source)
         return
-    pinned = source.pin_memory()
-    target.copy_(pinned, non_blocking=True)
-    streams.reach([torch.accelerator.current_stream(target.device).record_event()], DEVICE_SAMPLE_SECONDS)
+    whole = source.resolve_conj().resolve_neg().contiguous()
+    is_run = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    there = target if is_run else torch.empty_like(whole, device=target.device)
+    from_ordinary([(there.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8))], DEVICE_SAMPLE_SECONDS)
+    if not is_run:
+        target.copy_(there)
 
 
 def await_room_on(device: torch.device, nbytes: int) -> torch.Tensor:

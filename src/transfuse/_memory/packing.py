@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, cast
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import torch
 
-from transfuse._errors import StateError
+from transfuse._errors import StateError, TransfuseError
 from transfuse._memory import device_copies, streams, vm
 from transfuse._memory.digest import digest_of, wide_digest_of
 from transfuse._plan.parcels import Extent, Parcels
@@ -486,6 +486,23 @@ class Staging:
         self._free: list[torch.Tensor] = []
         self._free_bytes = 0
         self._lock = threading.Lock()
+        self._stopgap: torch.Tensor | None = None
+
+    def reserve(self, sizes: Iterable[int], most: int) -> bool:
+        """Whether a device has room for buffers of these sizes, ``most`` bytes at a time. One is set aside.
+
+        Others may take the room all the same: then :meth:`take` raises, and there is still :meth:`stopgap`.
+        """
+        needed = [] if self.device.type == "cpu" else list(sizes)
+        if not needed:
+            return True
+        self._stopgap = device_copies.room_on(self.device, max(needed))
+        # The allocator keeps what is freed here for the buffers.
+        return self._stopgap is not None and device_copies.room_on(self.device, min(sum(needed), most)) is not None
+
+    def stopgap(self, nbytes: int) -> torch.Tensor:
+        """A buffer whose bytes do not matter: what the other end expects although this one has failed."""
+        return self.take(nbytes) if self._stopgap is None or self._stopgap.numel() < nbytes else self._stopgap
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A buffer of at least ``nbytes`` and at most twice as many."""
@@ -494,10 +511,16 @@ class Staging:
                 if nbytes <= buffer.numel() <= 2 * nbytes:
                     self._free_bytes -= buffer.numel()
                     return self._free.pop(i)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
+        except torch.OutOfMemoryError as error:
+            raise TransfuseError(
+                f"{self.device} has no {nbytes} free bytes for staging any more, which it had when the two ranks "
+                "agreed on its backend: leave it more memory, or pass device='cpu'"
+            ) from error
 
     def give_back(self, buffer: torch.Tensor) -> None:
         with self._lock:
-            if self._free_bytes + buffer.numel() <= self._keep_bytes:
+            if buffer is not self._stopgap and self._free_bytes + buffer.numel() <= self._keep_bytes:
                 self._free_bytes += buffer.numel()
                 self._free.append(buffer)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from transfuse._errors import TransfuseError
 from transfuse._state.leaves.block import tensor_in
-from transfuse._tuning import DEVICE_FIRST_PAUSE_SECONDS, DEVICE_LONGEST_PAUSE_SECONDS
+from transfuse._tuning import DEVICE_MAX_PAUSE_SECONDS, DEVICE_MIN_PAUSE_SECONDS
 
 
 class _Entered(threading.local):
@@ -280,14 +280,20 @@ def reach(events: Iterable[torch.Event], seconds: float) -> None:
             )
 
 
-def poll(done: Callable[[], bool], until: float) -> bool:
-    """Ask until the answer is yes, or until this time of the monotonic clock. Return the answer."""
-    pause = DEVICE_FIRST_PAUSE_SECONDS
-    while not done():
-        if time.monotonic() > until:
+def poll(done: Callable[[], bool | None], until: float) -> bool:
+    """Ask until the answer is yes, or until this time of the monotonic clock. Return the answer.
+
+    An answer of None says that nobody may ask now. Such time does not count.
+    """
+    pause = DEVICE_MIN_PAUSE_SECONDS
+    while not (answer := done()):
+        began = time.monotonic()
+        if began > until:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, DEVICE_LONGEST_PAUSE_SECONDS)
+        pause = min(2 * pause, DEVICE_MAX_PAUSE_SECONDS)
+        if answer is None:
+            until += time.monotonic() - began
     return True
 
 

@@ -96,8 +96,18 @@ class Incoming(ABC):
             if direct is not None:
                 return Arriving(number, direct, None)
         size = int(self._cut.nbytes[number])
-        buffer = self._staging.take(size)
+        try:
+            buffer = self._staging.take(size)
+        except TransfuseError as error:
+            # The source sends it all the same. Nothing lands any more.
+            self._failure = self._failure or error
+            buffer = self._staging.stopgap(size)
         return Arriving(number, start_of(buffer, size), buffer)
+
+    def has_room(self, numbers: Sequence[int]) -> bool:
+        """Whether these parcels can be staged where the wire is."""
+        sizes = (int(self._cut.nbytes[n]) for n in numbers if self._always_staged or self._direct(n) is None)
+        return self._staging.reserve(sizes, self._shape.most.nbytes * self._shape.ahead)
 
     def _direct(self, number: int) -> torch.Tensor | Run | None:
         """Where a parcel lands, if the wire can receive it there."""

@@ -103,6 +103,11 @@ class Outgoing(ABC):
     def send(self, numbers: Sequence[int]) -> None:
         """Send these parcels, and those that the receiver asks for meanwhile. Raises if either end stops."""
 
+    def has_room(self, numbers: Sequence[int]) -> bool:
+        """Whether these parcels can be staged where the wire is. One more burst than are under way is packed ahead."""
+        sizes = (int(self._cut.nbytes[n]) for n in numbers if self._always_staged or self._direct(n) is None)
+        return self._staging.reserve(sizes, self._shape.most.staged_bytes * (self._shape.ahead + 1))
+
     def _direct(self, number: int) -> torch.Tensor | Run | None:
         """A parcel's bytes where they lie, if the wire can send them from there."""
         return packing.as_bytes(self._supply.memory, self._cut, number, self._channel.device)
@@ -180,7 +185,7 @@ class Outgoing(ABC):
         except Exception as error:
             self.failure = error
         # The receiver expects these parcels: send them with any bytes, and cancel with the record.
-        buffer = self._staging.take(size) if buffer is None else buffer
+        buffer = self._staging.stopgap(size) if buffer is None else buffer
         return ReadyParcel(number, buffer[:size], buffer, buffer[:size])
 
 

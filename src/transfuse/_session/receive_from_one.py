@@ -117,6 +117,8 @@ class _Tasks:
         self._want: messages.Want | None = None
         self._relay: Relay | None = None
         self._lanes: ReceiverLanes | None = None
+        #: What receives the parcels that were asked for last, if that is on an accelerator.
+        self._incoming: Incoming | None = None
 
     def run(self) -> None:
         channel, receive = self._channel, self._receive
@@ -186,7 +188,9 @@ class _Tasks:
             if agreed.upstream is not None:
                 self._take_relayed(agreed, numbers)
                 return
-            incoming = self._conversation.incoming(channel, channel.peer)
+            incoming, self._incoming = self._incoming, None
+            if incoming is None or channel.through_host:
+                incoming = self._conversation.incoming(channel, channel.peer)
             several = self._roster.several
             by_and_by = several or self._lanes is not None
             more = partial(self._conversation.more, channel.peer) if by_and_by else nothing_more
@@ -271,6 +275,9 @@ class _Tasks:
             if not channel.is_lower:
                 queue.enter_context(channel.queue())
             channel.through_host = agreed.through_host or channel.group.avoids(channel.peer)
+            if not channel.through_host:
+                self._incoming = self._conversation.incoming(channel, channel.peer)
+                channel.through_host = not self._incoming.has_room(numbers)
             channel.send(Message.GO, note=channel.through_host)
         return agreed
 

@@ -311,8 +311,6 @@ class SourceEnd:
             numbers = numbers if agreed.lanes is None else numbers[: max(want.lanes.first, 1)]
         self._count_sent(cut, numbers)
         self._lend()
-        # The receiver posts receives for parcels only after this answer: a refusal must never arrive in such a receive.
-        self._agree(agreed, numbers)
         known = self._known = offered.digests.setdefault(want.fingerprint, {})
 
         def digest(number: int, data: torch.Tensor | Run) -> int:
@@ -333,6 +331,8 @@ class SourceEnd:
 
         self._outgoing = outgoing(channel)
         self._new_outgoing = outgoing
+        # The receiver posts receives for parcels only after this answer: a refusal must never arrive in such a receive.
+        self._agree(agreed, numbers)
         if self._lanes is not None:
             self._lanes.start()
         self._report.verified = want.digests
@@ -377,15 +377,17 @@ class SourceEnd:
             channel.send(Message.AGREED, messages.encode(agreed))
             return
         self._queue.enter_context(channel.queue())
-        avoided = channel.group.avoids(channel.peer)
+        if channel.through_host or self._outgoing is None:
+            channel.through_host = False  # Each request is decided anew: there may be room by now.
+            self._outgoing = self._new_outgoing(channel)
+        avoided = channel.group.avoids(channel.peer) or not self._outgoing.has_room(numbers)
         channel.send(Message.AGREED, messages.encode(msgspec.structs.replace(agreed, through_host=avoided)))
         header, _ = channel.expect(Message.GO)
         if header.note not in (0, 1) or header.note < avoided:
             raise ProtocolError(channel.peer, f"rank {channel.peer} chose a wire that does not exist")
         if channel.through_host != bool(header.note):
             channel.through_host = bool(header.note)
-            if self._outgoing is not None:
-                self._outgoing = self._new_outgoing(channel)
+            self._outgoing = self._new_outgoing(channel)
 
     def _lend(self) -> None:
         try:
