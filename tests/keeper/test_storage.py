@@ -204,10 +204,6 @@ def test_a_file_that_is_missing_or_short_is_not_present(committed: Committed, tm
         ({"format": 2}, "it has format 2, and this version reads format 1"),
         ({"step": 8}, "its digest is wrong"),
         ({"more": 1}, "unknown field"),
-        (
-            {"files": {"../../etc/passwd": {"rank": 0, "nbytes": 1, "head_bytes": 1, "head_digest": ""}}},
-            "digest is wrong",
-        ),
     ],
 )
 def test_a_record_of_another_kind_is_refused(
@@ -275,7 +271,7 @@ def test_a_step_whose_writer_dies_never_counts_unless_it_is_whole(
     deaths: list[Callable[[], None]] = [
         *(partial(_die_at_byte, draw.randrange(largest)) for _ in range(count)),
         *(partial(_die_at_byte, draw.randrange(2000)) for _ in range(3)),
-        *(partial(_die_at_change, number) for number in range(14)),
+        *(partial(_die_at_change, number) for number in range(26)),
     ]
     outcomes = set()
     for number, death in enumerate(deaths):
@@ -303,7 +299,7 @@ def test_a_step_whose_writer_dies_never_counts_unless_it_is_whole(
 
 def test_a_step_whose_remover_dies_is_whole_or_does_not_count(committed: Committed, tmp_path: pathlib.Path) -> None:
     storage = Storage.at(tmp_path)
-    for number in range(8):
+    for number in range(16):
         committed.write(storage)
 
         def remove(number: int = number) -> None:
