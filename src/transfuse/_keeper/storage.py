@@ -321,8 +321,8 @@ def _check_record(record: Record, label: Label) -> None:
     for name, file in record.files.items():
         if not PAGE <= file.head_bytes <= min(file.nbytes, longest):
             raise ValueError(
-                f"it gives {name} {file.head_bytes} bytes of its {file.nbytes} as head; a head has at least {PAGE}, and "
-                f"at most {longest} (TRANSFUSE_MAX_MESSAGE_BYTES)"
+                f"it gives {name} {file.head_bytes} bytes of its {file.nbytes} as head: at least {PAGE}, and at "
+                f"most {longest} (TRANSFUSE_MAX_MESSAGE_BYTES)"
             )
 
 
@@ -429,7 +429,7 @@ class _Files(Protocol):
 
 
 class _LocalFiles:
-    """Files in the folders of a directory. What a symbolic link in it leads to is somebody else's: none is followed."""
+    """Files in the folders of a directory. No symbolic link in it is followed: it may lead anywhere."""
 
     def __init__(self, root: str) -> None:
         self._root = root
