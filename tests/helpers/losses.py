@@ -1,4 +1,4 @@
-"""Everything of a job is lost, again and again, at moments that can be seen on storage; and what is there afterwards."""
+"""Everything of a job is lost, again and again, at moments that storage shows; and what is there afterwards."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Lent(_KeeperMessage):
 
 
 class SaveRound(_KeeperMessage):
-    """Leader: candidates up to ``concluded`` are done with; it may go back once, when the job has ended. ``SaveState``."""
+    """Leader: candidates up to ``concluded`` are done with; it goes back when the job has ended. ``SaveState``."""
 
     generation: int
     concluded: Label | None
