@@ -17,7 +17,7 @@ import pytest
 import saved_training
 from host_jobs import PORT, host_job
 from keeping import Home, home, keepers_in, until  # noqa: F401
-from losses import MOMENTS, Losses
+from losses import Losses
 from saved_training import SAVE_EVERY, train
 from transfuse.testing.ranks import Fleet
 
@@ -90,9 +90,9 @@ def test_a_job_survives_the_loss_of_everything_at_random_moments(
     """Twenty times, on one, two or four ranks; on two ranks if each has something of its own."""
     (folder := tmp_path / "saved").mkdir()
     losses, steps, seen = Losses(folder), 1000, 0
-    for _ in range(20):
+    for life in range(20):
         ranks = losses.chance.choice([1, 2, 4]) if kind == "same" else 2
-        losses.begin(losses.chance.choice(MOMENTS))
+        losses.begin(life)
         with Fleet(ranks) as fleet:
             fleet.start(train, str(folder), str(tmp_path), steps, 0.05, "job", kind)
             until(lambda: losses.has_come(_step(tmp_path)), 100)
@@ -140,7 +140,7 @@ def test_two_hosts_survive_the_loss_of_everything(
     with host_job(2, command) as job:
         for life in range(lives):
             hosts = losses.chance.choice([1, 2, 2]) if kind == "same" else 2
-            losses.begin("writing" if lives == 1 else losses.chance.choice(MOMENTS))
+            losses.begin(life)
             (job.out / "step 0").write_text("0")
             for host in range(hosts):
                 job.start(host, str(hosts), port=PORT + life, ranks=ranks)

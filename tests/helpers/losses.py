@@ -9,10 +9,10 @@ import random
 from transfuse._keeper.saved import SavedStep
 from transfuse._keeper.storage import Storage, folder_of
 
-__all__ = ["MOMENTS", "Losses"]
+__all__ = ["Losses"]
 
-#: When a life ends: while a step is being written, when one has just become whole, or when memory is some steps ahead.
-MOMENTS = ("writing", "written", "ahead")
+#: When lives end: while a step is being written, when one has just become whole, or when memory is some steps ahead.
+MOMENTS = ("writing", "written", "writing", "ahead")
 
 
 class Losses:
@@ -26,9 +26,9 @@ class Losses:
         self.under_way = self.restored = 0
         self.newest: int | None = None
 
-    def begin(self, moment: str) -> None:
-        """A life begins, which ends at this moment."""
-        self._moment, self._files = moment, self.chance.randrange(1, 4)
+    def begin(self, life: int) -> None:
+        """A life begins; its number says at which moment it ends."""
+        self._moment, self._files = MOMENTS[life % len(MOMENTS)], self.chance.randrange(1, 4)
         self._old = set(self._storage.labels() + self._storage.unfinished())
 
     def has_come(self, step: int) -> bool:

@@ -23,7 +23,7 @@ LABEL = Label(1, 7)
 def state_of(rank: int) -> dict[str, Any]:
     """Some of it is the same on all ranks, and some is not."""
     torch.manual_seed(7)
-    state = {"small": [torch.randn(n % 7) for n in range(20)], "large": torch.randn(MIB // 2), "none": torch.empty(0)}
+    state = {"none": torch.empty(0), "small": [torch.randn(n % 7) for n in range(20)], "large": torch.randn(MIB // 2)}
     torch.manual_seed(rank)
     own = {"mine": torch.randn(1000 + rank), "odd": torch.randint(9, (MIB + 5,), dtype=torch.uint8), "n": 3}
     return state | own
