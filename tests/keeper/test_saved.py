@@ -192,7 +192,7 @@ def test_a_damaged_step_is_named_and_the_next_older_one_is_used(
     assert "['model']['b']" in text
     assert text.endswith("Step 6 is used instead")
     untouched = blank(one)
-    with pytest.raises(StateError, match="step-7-gen-1/rank-0.slot is damaged"):
+    with pytest.raises(StateError, match=r"step-7-gen-1/rank-0.slot is damaged"):
         transfuse.fetch(url, untouched, step=7)
     assert exact(untouched, blank(one))
 
