@@ -105,7 +105,7 @@ def test_the_manifest_is_one_for_kubernetes() -> None:
 
 
 def test_every_field_of_the_manifest_fits_the_schemas_of_kubernetes() -> None:
-    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate (5 MB of schemas)")
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate (22 MB of schemas)")
     for one in manifest():
         for version in ("1.29", "1.33"):
             schemas.validate(one, version, strict=True)
@@ -261,7 +261,7 @@ def volume() -> Iterator[pathlib.Path]:
 
 
 def test_two_containers_of_a_pod_as_the_manifest_has_them(volume: pathlib.Path) -> None:
-    """Its commands, variables, user and volume; each in a namespace of pids of its own, with a root that is read only."""
+    """Its commands, variables, user and volume; each in a namespace of pids of its own, with a read-only root."""
     pod = manifest()[1]["spec"]["template"]["spec"]
     (sidecar,), user = pod["initContainers"], pod["securityContext"]["runAsUser"]
     (mount,) = [one["mountPath"] for one in sidecar["volumeMounts"] if one["name"] == "keepers"]
