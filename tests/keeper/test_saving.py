@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, threaded, until  # noqa: F401
-from saving import flip
+from saving import flip, seal
 from transfuse._errors import StateError, TransfuseError
 from transfuse._keeper import save_leader, saving, writing_mark
 from transfuse._keeper.frames import KeeperLost
@@ -300,6 +301,29 @@ def test_what_comes_from_storage_is_compared_with_its_digests_whatever_verify_sa
         job.start(same(*states))
         assert job.restore() == 1
         assert exact(states, [state_of(0, 1)] * 2)
+
+
+@pytest.mark.parametrize("what", ["step.json", "rank-0.slot"])
+def test_what_fetch_finds_behind_many_damaged_steps_restore_finds_too(
+    home: Home,  # noqa: F811
+    folder: pathlib.Path,
+    what: str,
+) -> None:
+    """More of them than a keeper tells at once: a job that could go on does, and so does a reader."""
+    save_two(home, folder, 1)
+    shutil.rmtree(folder / "step-2-gen-1")
+    for step in range(2, 14):
+        torn = folder / f"step-{step}-gen-1"
+        shutil.copytree(folder / "step-1-gen-1", torn)
+        seal(torn / "step.json", step=step)
+        (torn / what).write_bytes((torn / what).read_bytes()[:-1])
+    target = state_of(9, 0)
+    assert transfuse.fetch(f"file://{folder}", target).step == 1
+    target = state_of(9, 0)
+    with Job(1, directory=folder) as job:
+        job.start(same(target))
+        assert job.restore() == 1
+        assert exact(target, state_of(0, 1))
 
 
 def test_a_run_that_has_only_damaged_steps_does_not_begin_at_0(home: Home, folder: pathlib.Path) -> None:  # noqa: F811
