@@ -16,6 +16,7 @@ from transfuse._errors import TransfuseError
 from transfuse._keeper.frames import Held, Saves
 from transfuse._keeper.slot_file import Label, SlotView
 from transfuse._keeper.storage import Record, Storage, StorageTrouble, file_name, folder_of
+from transfuse._timeouts import Patience
 from transfuse._tuning import STORAGE_LOOK_SECONDS
 
 #: How many steps are told: the newest of those of which some rank's state is here, and of those of which none is. A
@@ -108,12 +109,12 @@ class SavedSteps:
             # Also of steps that do not count: other hosts may have more of them.
             return labels, max((label.generation for label in labels + storage.unfinished()), default=0)
 
-        return self.within(self.saves.patience / 2, find)
+        return self.within(Patience(self.saves.patience).storage(restores=False), find)
 
     def look(self) -> FoundSteps:
         """What is there."""
         try:
-            return self.within(self.saves.patience / 4, self._look)
+            return self.within(Patience(self.saves.patience).storage(restores=True), self._look)
         except (TransfuseError, OSError, ValueError) as error:
             return FoundSteps(trouble=str(error))
 

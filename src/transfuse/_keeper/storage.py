@@ -31,6 +31,7 @@ from transfuse._keeper.bundle_table import NO_DIGEST
 from transfuse._keeper.slot_file import PAGE, Brief, Label, SlotView, head_of, round_up
 from transfuse._limits import Limits
 from transfuse._memory.blocks import digests_at
+from transfuse._sizes import MOST_RUNS
 from transfuse._state.region import Ints
 from transfuse._tuning import STORAGE_PIECE_BYTES
 
@@ -39,9 +40,6 @@ RECORD_NAME, WRITER_NAME = "step.json", "writer.json"
 _NUMBER = r"(0|[1-9]\d{0,17})"
 _FOLDER = re.compile(f"step-{_NUMBER}-gen-{_NUMBER}", re.ASCII)
 _OURS = re.compile(r"(rank-\d+\.slot|step\.json)(\.[0-9a-f]+\.tmp)?", re.ASCII)
-
-#: The most runs that the kernel takes in one call.
-MOST_RUNS = 1024
 
 #: A piece of a file: runs of memory, one behind the other.
 Piece: TypeAlias = list[memoryview]
