@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def stretch(keep: Any, first: int, steps: int, a: torch.Tensor, b: torch.Tensor)
     return took
 
 
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
+
+
 def until(fact: Callable[[], bool], keep: Any, step: int, a: torch.Tensor, b: torch.Tensor) -> float:
     """The mean of steps, a few at a time, until something is so."""
     took = list[float]()
@@ -80,7 +85,7 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
                 ["nice", "-n", str(NICE), "dd", "if=/dev/zero", f"of={folder}/dd", "bs=8M", "conv=fsync",
                  f"count={max(1, arguments.mib // 8)}", "status=none"]
             ) as dd:  # fmt: skip
-                copying.append(until(lambda dd=dd: dd.poll() is not None, keep, first - 200, a, b))
+                copying.append(until(partial(has_ended, dd), keep, first - 200, a, b))
             Path(folder, "dd").unlink()
             keep.commit(first)
             # To look at a file costs nothing beside a step, and a question to the keeper would.

@@ -108,7 +108,9 @@ def test_fetch_goes_to_an_older_step_and_says_so(steps: pathlib.Path, tmp_path: 
 
 
 def test_a_directory_without_steps_is_none(tmp_path: pathlib.Path) -> None:
-    assert "is a directory; name a file in it" in run("inspect", tmp_path, code=1)
+    assert "is a directory; no step is saved in it: name a file in it, or look again when one is" in run(
+        "inspect", tmp_path, code=1
+    )
     assert "--step and --verify belong to one" in run("inspect", tmp_path, "--verify", code=2)
     run("fetch", tmp_path, "-o", tmp_path / "x.pt", code=2)
 

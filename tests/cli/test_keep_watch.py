@@ -107,7 +107,8 @@ def test_the_columns_of_saved_steps_of_pace_and_of_lag(home: Home, tmp_path: pat
         with Running("keep", "--status", "--watch", "--run", "a", "--interval", "0.1") as watching:
 
             def row(host: str) -> list[str]:
-                return until(lambda: (found := cells(watching.line()))[:2] == ["a", host] and found)
+                found: list[str] = until(lambda: (one := cells(watching.line()))[:2] == ["a", host] and one)
+                return found
 
             assert row("0")[6:8] == ["2", "0"]
             for step in (3, 5):
