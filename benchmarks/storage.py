@@ -2,15 +2,18 @@
 
 python -m benchmarks.storage [--mib N] [--runs N] [--directory DIR] [--json FILE]
 
-All ways take turns, in one process and one directory. Each writes the same bytes out of main memory and flushes them to
-the disk: dd with blocks of 8 MiB and conv=fsync. Each reads into tensors that are there: torch.load with mmap=True and
-one copy_ for each tensor. What is read has just been read, so it is in the page cache. Medians.
+All ways take turns, in one directory. Each writes the same bytes out of main memory and flushes them to the disk: dd
+with blocks of 8 MiB and conv=fsync, this process as a keeper does it, and a keeper, which also writes the record and
+removes the step before. Each reads into tensors that are there: torch.load with mmap=True and a copy_ for each tensor,
+keep.restore() of a run whose keeper is new and holds nothing. What is read has just been read, so it is in the page
+cache. Medians. A keeper's CPU is not in the column.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import statistics
@@ -20,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +36,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import transfuse
 from benchmarks.compare import machine
+from transfuse._keeper import frames
+from transfuse._keeper.attach import SOCKET_NAME
 from transfuse._keeper.bundles import bundle
 from transfuse._keeper.commits import Snapshot
+from transfuse._keeper.frames import KeeperLink
+from transfuse._keeper.runs import find_run
 from transfuse._keeper.save_once import save_once
 from transfuse._keeper.slot_file import Brief, Label, SlotFile
 from transfuse._keeper.slot_policy import place, slot_bytes
@@ -47,7 +55,10 @@ MIB = 1 << 20
 #: A part of the state is in tensors of this size, the rest in a few large ones.
 SMALL_BYTES, SMALL_COUNT, LARGE_COUNT = 16 << 10, 512, 8
 BLOCK = "8M"
+SECONDS, POLL_SECONDS = 120.0, 0.01
+RUN = "benchmarks.storage"
 
+#: A way may return its own seconds, if not all that it does counts.
 Work = Callable[[], object]
 
 
@@ -76,8 +87,9 @@ def turns(ways: Mapping[str, Work], runs: int, after: Work = lambda: None) -> di
     for _ in range(runs + 1):
         for name, work in ways.items():
             started, before = time.perf_counter(), os.times()
-            work()
+            told = work()
             seconds, now = time.perf_counter() - started, os.times()
+            seconds = told if isinstance(told, float) else seconds
             took[name].append((seconds, sum(now[:4]) - sum(before[:4])))
             after()
     medians = {
@@ -101,15 +113,41 @@ def writing(directory: Path, nbytes: int, runs: int) -> tuple[int, dict[str, dic
         target.unlink(missing_ok=True)
         storage.remove(label)
 
-    ways: dict[str, Work] = {
-        "transfuse": lambda: storage.write_rank(label, slot, brief, owners, lambda nbytes: None),
-        "transfuse, hashed": lambda: storage.write_rank(label, slot, bare, owners, lambda nbytes: None),
-        "dd": copy,
-    }
+    (saved := directory / "saved").mkdir()
+    steps = count(1)
+    state = state_of(nbytes)
+    with transfuse.keep(state, directory=saved, save_every=1, keep_saved=1, run=RUN) as keep:
+
+        def save() -> float:
+            step = next(steps)
+            keep.commit(step)
+            while (told := status(RUN)["storage"])["last"].get("step") != step:
+                if told["trouble"]:
+                    raise SystemExit(told["trouble"])
+                time.sleep(POLL_SECONDS)
+            return float(told["last"]["seconds"])
+
+        save()  # The first one of a directory waits a moment, whether somebody else writes there.
+        ways: dict[str, Work] = {
+            "transfuse": lambda: storage.write_rank(label, slot, brief, owners, lambda nbytes: None),
+            "transfuse, hashed": lambda: storage.write_rank(label, slot, bare, owners, lambda nbytes: None),
+            "a keeper's save": save,
+            "dd": copy,
+        }
+        try:
+            return slot.nbytes, turns(ways, runs, clean)
+        finally:
+            slot.close()
+
+
+def status(run: str) -> dict[str, Any]:
+    """What a run's keeper on this host says of itself."""
+    link = KeeperLink.to(str(find_run(run).directory / SOCKET_NAME), SECONDS)
     try:
-        return slot.nbytes, turns(ways, runs, clean)
+        told: dict[str, Any] = json.loads(link.ask(frames.Status(), frames.StatusReply, SECONDS).text)
+        return told
     finally:
-        slot.close()
+        link.close()
 
 
 def reading(directory: Path, nbytes: int, runs: int) -> tuple[int, dict[str, dict[str, float]]]:
@@ -131,7 +169,19 @@ def reading(directory: Path, nbytes: int, runs: int) -> tuple[int, dict[str, dic
             warnings.simplefilter("ignore")
             dcp_load(target, no_dist=True, **how)
 
+    numbers = count()
+
+    def restore() -> float:
+        with transfuse.keep(target, directory=directory, run=f"{RUN}-{next(numbers)}") as keep:
+            began = time.perf_counter()
+            step = keep.restore()
+            seconds = time.perf_counter() - began
+        if step != 1:
+            raise AssertionError(f"step {step} was restored")
+        return seconds
+
     ways: dict[str, Work] = {
+        "keep.restore()": restore,
         "transfuse.fetch": lambda: transfuse.fetch(f"file://{directory}", target),
         "torch.load(mmap=True)": by_torch,
         "dcp.load": lambda: by_dcp(checkpoint_id=checkpoint),
@@ -157,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = given.directory or Path("build")
     base.mkdir(exist_ok=True)
     found: list[dict[str, Any]] = []
+    keepers = tempfile.mkdtemp(prefix="keep", dir="/tmp")  # A socket's path is short.
+    os.environ["TRANSFUSE_KEEPER_DIR"] = keepers
     for what, measure, beside in (("write", writing, "dd"), ("read", reading, "torch.load(mmap=True)")):
         directory = Path(tempfile.mkdtemp(prefix="storage-", dir=base))
         try:
@@ -170,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{what:5}  {name:25}  {took['seconds']:6.3f} s  {took['cpu_seconds']:6.3f} s of CPU  "
                 f"{rate / 1e9:5.2f} GB/s  {ratio:5.2f} of {beside}"
             )
+    shutil.rmtree(keepers, ignore_errors=True)
     if given.json is not None:
         about = machine.about("benchmarks.storage", argv)
         written = {**about, "mib": given.mib, "runs": given.runs, "medians": found}
@@ -178,4 +231,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("transfuse").setLevel(logging.ERROR)  # Each restore says from where it came.
     sys.exit(main())

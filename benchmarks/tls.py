@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -125,6 +126,10 @@ class BareReceiver:
 
         in_threads([lambda pair=pair: take(*pair) for pair in enumerate(halves(memory, count))])  # type: ignore[misc]
 
+    def close(self) -> None:
+        for sock in self._socks:
+            sock.close()
+
 
 # ------------------------------------------------------------------------------------------------------ the two ends
 
@@ -144,7 +149,7 @@ def send(pipe: Connection, nbytes: int, tls: TLS) -> None:
             pipe.send(time.process_time())
 
 
-def ways(pipe: Connection, target: torch.Tensor, tls: TLS) -> dict[str, Callable[[], object]]:
+def ways(pipe: Connection, target: torch.Tensor, tls: TLS, stack: ExitStack) -> dict[str, Callable[[], object]]:
     encrypted, plain, (bare_encrypted, bare_plain) = pipe.recv()
     memory = memoryview(target.numpy().data).cast("B")
 
@@ -158,6 +163,8 @@ def ways(pipe: Connection, target: torch.Tensor, tls: TLS) -> dict[str, Callable
             BareReceiver(where, count, tls, encrypted=one)
             for where, one in ((bare_encrypted, True), (bare_plain, False))
         ]
+        for receiver in ssl_ways:
+            stack.callback(receiver.close)
         found[f"transfuse with tls, {count}"] = fetch(encrypted, count, tls)
         found[f"Python's ssl, {count}"] = lambda one=ssl_ways[0]: one.receive(memory)  # type: ignore[misc]
         found[f"transfuse, {count}"] = fetch(plain, count, None)
@@ -168,12 +175,13 @@ def ways(pipe: Connection, target: torch.Tensor, tls: TLS) -> dict[str, Callable
 def measure(nbytes: int, runs: int) -> dict[str, Any]:
     expected, target = state_of(nbytes), torch.zeros(nbytes // 8, dtype=torch.int64)
     scale = (1 << 30) / nbytes
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory, ExitStack() as stack:
         tls = make_certificates(Path(directory))
         here, there = multiprocessing.get_context("spawn").Pipe()
+        stack.callback(here.close)
         sender = multiprocessing.get_context("spawn").Process(target=send, args=(there, nbytes, tls), daemon=True)
         sender.start()
-        found, times = ways(here, target, tls), dict[str, list[tuple[float, float]]]()
+        found, times = ways(here, target, tls, stack), dict[str, list[tuple[float, float]]]()
         for turn in range(runs + 1):
             for name, way in found.items():
                 target.zero_()

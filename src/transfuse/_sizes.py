@@ -7,6 +7,9 @@ from typing import NamedTuple
 from transfuse._limits import MIB, Limits
 from transfuse._timeouts import Patience
 
+#: The most runs of memory that the kernel takes in one call (its ``IOV_MAX``).
+MOST_RUNS = 1024
+
 
 class Offered(NamedTuple):
     """The sizes that a source offers. A receiver may ask for smaller parcels and bursts."""

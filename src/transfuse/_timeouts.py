@@ -35,6 +35,7 @@ class Patience:
     ``fetch``, for the other servers' states      T/4 after the first    a server that is ready holds up its training
     a server, for a caller's handshake            10 s, T at most        the caller may be some other program
     a call that has been interrupted              1 s                    conversations that use no tensors tell the peer
+    ``keep`` and ``restore``, for a directory     T/2, T/4               all ranks wait for what each host has to say
     any other wait                                slices of 0.1 s        between slices it checks for a stop
     ============================================  =====================  ===============================================
     """
@@ -49,6 +50,10 @@ class Patience:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
+
+    def storage(self, *, restores: bool) -> float:
+        """How long a directory of steps may take to say what is there."""
+        return self.timeout / (4 if restores else 2)
 
     def decision(self, *, asks_for_all: bool = False, one_by_one: bool = False) -> float:
         """How long the receiver waits, from the first offer on, before it decides without the missing offers."""

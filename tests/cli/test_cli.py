@@ -414,7 +414,7 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
     gone.symlink_to(tmp_path / "nowhere")
     loop.symlink_to(loop)
     for path, says in (
-        (directory, "is a directory; name a file in it"),
+        (directory, "is a directory; no step is saved in it: name a file in it"),
         (checkpoint, "is a directory; it looks like a checkpoint of torch.distributed.checkpoint"),
         (gone, "cannot be read: No such file or directory; is the name right?"),
         (loop, "cannot be read: Too many levels of symbolic links"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import pty
 import re
 import select
@@ -84,6 +85,38 @@ def test_the_status_shows_all_hosts(home: Home, monkeypatch: pytest.MonkeyPatch)
         assert f"a, host 0: {lost}: no step is confirmed until they are back" in "\n".join(table)
         keepers["b"].ring._door = None
         keepers["b"].ring.listen(door_of_b.host, door_of_b.token)
+
+
+def test_the_columns_of_saved_steps_of_pace_and_of_lag(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
+    """Both hosts show what is saved; the one whose ranks have not come as far shows by how much. And live, too."""
+    for name in ("a", "b"):
+        home.start(name)
+    states = [{"w": torch.zeros(4)} for _ in range(2)]
+    with Job(2, directory=tmp_path, save_every=2, replicas=0) as job:
+        job.start(same(*states), [{"run": "a"}, {"run": "b"}])
+
+        def columns() -> list[dict[str, str]]:
+            head, *rows = map(cells, run("--status", "--run", "a").output.splitlines()[:3])
+            return [dict(zip(head, row, strict=True)) for row in rows]
+
+        for step in (1, 2):
+            job.commit(step)
+        until(lambda: [one["saved"] for one in columns()] == ["2", "2"])
+        assert [one["lag"] for one in columns()] == ["0", "0"]
+        assert all(re.fullmatch(r"[\d.e+]+/s", one["rate"]) for one in columns())
+        with Running("keep", "--status", "--watch", "--run", "a", "--interval", "0.1") as watching:
+
+            def row(host: str) -> list[str]:
+                found: list[str] = until(lambda: (one := cells(watching.line()))[:2] == ["a", host] and one)
+                return found
+
+            assert row("0")[6:8] == ["2", "0"]
+            for step in (3, 5):
+                job.keeps[0].commit(step)
+            until(lambda: row("0")[6:8] == ["5", "0"])
+            until(lambda: row("1")[6:8] == ["2", "3"])
+        assert [(one["newest"], one["lag"]) for one in columns()] == [("5", "0"), ("2", "3")]
+        job.all(lambda keep: keep.detach())
 
 
 def test_what_is_watched_is_printed_again_and_again_until_the_run_ends(home: Home) -> None:  # noqa: F811

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import random
 import shutil
 import signal
 import time
@@ -18,8 +17,8 @@ import pytest
 import saved_training
 from host_jobs import PORT, host_job
 from keeping import Home, home, keepers_in, until  # noqa: F401
+from losses import Losses
 from saved_training import SAVE_EVERY, train
-from transfuse._keeper.storage import Storage
 from transfuse.testing.ranks import Fleet
 
 pytestmark = pytest.mark.timeout(1500)
@@ -27,11 +26,11 @@ pytestmark = pytest.mark.timeout(1500)
 STEPS = 20
 
 
-def undisturbed(tmp_path: pathlib.Path, steps: int = STEPS) -> str:
-    with Fleet(1) as fleet:
-        fleet.start(train, "", str(tmp_path), steps)
-        ((_, end),) = [outcome.get() for outcome in fleet.outcomes(120)]
-        return str(end)
+def undisturbed(tmp_path: pathlib.Path, steps: int = STEPS, ranks: int = 1, kind: str = "same") -> list[str]:
+    """What a job that nobody disturbs has made in the end, by rank."""
+    with Fleet(ranks) as fleet:
+        fleet.start(train, "", str(tmp_path), steps, 0.0, None, kind)
+        return [str(end) for _, end in (outcome.get() for outcome in fleet.outcomes(200))]
 
 
 def starts(tmp_path: pathlib.Path) -> list[Any]:
@@ -58,19 +57,8 @@ def lose_everything(home: Home, fleet: Fleet, ranks: int) -> None:  # noqa: F811
     home.base.mkdir(mode=0o700)
 
 
-def check_storage(folder: pathlib.Path) -> int:
-    """Every step that counts is whole. Returns the newest; 0: there is none."""
-    storage = Storage.at(folder)
-    for label in storage.labels():
-        record = storage.record(label)
-        assert storage.present(label, record) == list(range(record.world_size))
-        for rank in range(record.world_size):
-            os.close(storage.open(label, record, rank))
-    return max((label.step for label in storage.labels()[:1]), default=0)
-
-
 def is_there(folder: pathlib.Path, step: int) -> bool:
-    return check_storage(folder) >= step
+    return Losses(folder).look() >= step
 
 
 def test_a_job_goes_on_from_storage_with_another_number_of_ranks(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
@@ -81,63 +69,93 @@ def test_a_job_goes_on_from_storage_with_another_number_of_ranks(home: Home, tmp
         fleet.wait_for(0, "step 8", 100)
         until(partial(is_there, folder, 3))
         lose_everything(home, fleet, 2)
-    before = check_storage(folder)
+    before = Losses(folder).look()
     with Fleet(1) as fleet:
         fleet.start(train, str(folder), str(tmp_path), STEPS, 0.0, "job")
         ends = [outcome.get() for outcome in fleet.outcomes(120)]
-    assert ends == [(before, undisturbed(tmp_path))]
+    assert ends == [(before, *undisturbed(tmp_path))]
     assert starts(tmp_path) == [None, None, before]
     # The last step has been saved, too, before the keeper ended.
     until(lambda: not keepers_in(home.base))
-    assert check_storage(folder) == STEPS // SAVE_EVERY * SAVE_EVERY
+    assert Losses(folder).look() == STEPS // SAVE_EVERY * SAVE_EVERY
 
 
 @pytest.mark.soak
-def test_a_job_survives_the_loss_of_everything_at_random_moments(home: Home, tmp_path: pathlib.Path) -> None:  # noqa: F811
-    """Twenty times, on one, two or four ranks."""
-    folder, seed = tmp_path / "saved", int(os.environ.get("TRANSFUSE_TEST_SEED", str(time.time_ns() % 10**6)))
-    folder.mkdir()
-    chance, steps = random.Random(seed), 120
-    for _ in range(20):
-        ranks = chance.choice([1, 2, 4])
+@pytest.mark.parametrize("kind", ["same", "own"])
+def test_a_job_survives_the_loss_of_everything_at_random_moments(
+    home: Home,  # noqa: F811
+    tmp_path: pathlib.Path,
+    kind: str,
+) -> None:
+    """Twenty times, on one, two or four ranks; on two ranks if each has something of its own."""
+    (folder := tmp_path / "saved").mkdir()
+    losses, steps, seen = Losses(folder), 1000, 0
+    for life in range(20):
+        ranks = losses.chance.choice([1, 2, 4]) if kind == "same" else 2
+        losses.begin(life)
         with Fleet(ranks) as fleet:
-            fleet.start(train, str(folder), str(tmp_path), steps, 0.03, "job")
-            before = check_storage(folder)
-            fleet.wait_for(0, f"step {min(before + chance.randrange(1, 9), steps - 1)}", 100)
-            time.sleep(chance.random() * 0.05)
+            fleet.start(train, str(folder), str(tmp_path), steps, 0.05, "job", kind)
+            until(lambda: losses.has_come(_step(tmp_path)), 100)
+            time.sleep(losses.chance.random() * 0.05)
             lose_everything(home, fleet, ranks)
-        assert check_storage(folder) >= before, seed
+        found, seen = starts(tmp_path)[seen:], seen + ranks
+        losses.check(set(found))
+    check_enough(losses)
     with Fleet(2) as fleet:
-        fleet.start(train, str(folder), str(tmp_path), steps, 0.0, "job")
-        ends = [outcome.get() for outcome in fleet.outcomes(120)]
-    assert [end for _, end in ends] == [undisturbed(tmp_path, steps)] * 2, seed
+        fleet.start(train, str(folder), str(tmp_path), steps, 0.0, "job", kind)
+        ends = [outcome.get() for outcome in fleet.outcomes(200)]
+    assert ends == [(losses.newest, end) for end in undisturbed(tmp_path, steps, 2, kind)], losses.seed
 
 
-@pytest.mark.soak
-def test_two_hosts_survive_the_loss_of_everything_at_random_moments(tmp_path: pathlib.Path) -> None:
-    """Both hosts, twenty times: torchruns, workers and keepers. It starts again on one of them, or on both."""
-    folder, seed = tmp_path / "saved", int(os.environ.get("TRANSFUSE_TEST_SEED", str(time.time_ns() % 10**6)))
-    folder.mkdir()
-    chance, steps = random.Random(seed), 150
+def check_enough(losses: Losses) -> None:
+    """Otherwise the test has not tried what it is for."""
+    assert losses.restored >= 10, losses.seed
+    assert losses.under_way >= 5, losses.seed
+
+
+def _step(notes: pathlib.Path) -> int:
+    with suppress(OSError, ValueError):
+        return int((notes / "step 0").read_text())
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("lives", "steps", "kind", "ranks"),
+    [
+        pytest.param(1, 60, "own", 1, id="short", marks=pytest.mark.long),
+        pytest.param(20, 1000, "own", 2, marks=pytest.mark.soak, id="own"),
+        pytest.param(20, 1000, "same", 2, marks=pytest.mark.soak, id="same"),
+    ],
+)
+def test_two_hosts_survive_the_loss_of_everything(
+    tmp_path: pathlib.Path, lives: int, steps: int, kind: str, ranks: int
+) -> None:
+    """Both hosts at once, torchruns, workers and keepers. If nobody has anything of its own, one may go on alone."""
+    (folder := tmp_path / "saved").mkdir()
+    losses, seen = Losses(folder), 0
 
     def command(out: pathlib.Path) -> list[str]:
-        return [saved_training.__file__, str(folder), str(out), str(steps), "0.05"]
+        return [saved_training.__file__, str(folder), str(out), str(steps), "0.05", kind]
 
     with host_job(2, command) as job:
-        for life in range(20):
-            hosts, before = chance.choice([1, 2, 2]), check_storage(folder)
-            (job.out / "step 0").write_text(str(before))
+        for life in range(lives):
+            hosts = losses.chance.choice([1, 2, 2]) if kind == "same" else 2
+            losses.begin(life)
+            (job.out / "step 0").write_text("0")
             for host in range(hosts):
-                job.start(host, str(hosts), port=PORT + life)
-            job.wait_for_step(min(before + chance.randrange(1, 9), steps - 1))
-            time.sleep(chance.random() * 0.1)
-            for host in range(hosts):
-                job.lose(host)
-            assert check_storage(folder) >= before, seed
-        newest = check_storage(folder)
+                job.start(host, str(hosts), port=PORT + life, ranks=ranks)
+            job.wait_for(lambda: losses.has_come(job.step()), 0.002)
+            time.sleep(losses.chance.random() * 0.02)
+            job.lose(*range(hosts))
+            found, seen = job.starts[seen:], seen + hosts * ranks
+            losses.check({start["restored"] for start in found})
+        if lives > 1:
+            check_enough(losses)
         for host in range(2):
-            job.start(host, "2", port=PORT + 20)
+            job.start(host, "2", port=PORT + lives, ranks=ranks)
         job.wait()
-        assert set(job.ends()) == {undisturbed(tmp_path, steps)}, seed
-        assert {start["restored"] for start in job.starts[-4:]} == {newest}
-    assert check_storage(folder) == steps // SAVE_EVERY * SAVE_EVERY
+        assert job.ends() == undisturbed(tmp_path, steps, 2 * ranks, kind), losses.seed
+        assert {start["restored"] for start in job.starts[seen:]} == {losses.newest}
+        # The last step has been saved, too, before the keepers ended.
+        job.wait_for(lambda: not job.keepers())
+    assert losses.look() == steps // SAVE_EVERY * SAVE_EVERY

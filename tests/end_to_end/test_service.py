@@ -5,7 +5,6 @@ Without systemd or a container: as another user, without capabilities, in a read
 
 from __future__ import annotations
 
-import importlib
 import os
 import pathlib
 import re
@@ -15,7 +14,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -87,10 +85,6 @@ def test_the_manifest_is_one_for_kubernetes() -> None:
     service, job = manifest()
     assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
-    with suppress(ImportError):  # Every field against the schemas of the API, where they are installed.
-        schemas = importlib.import_module("kubernetes_validate")
-        for one in (service, job):
-            schemas.validate(one, "1.33", strict=True)
     pod = job["spec"]["template"]["spec"]
     (keeper,), (trainer,) = pod["initContainers"], pod["containers"]
     assert keeper["restartPolicy"] == "Always"  # Else the trainer would wait for its end.
@@ -108,6 +102,13 @@ def test_the_manifest_is_one_for_kubernetes() -> None:
         # A directory *below* the volume, which itself is open to all.
         assert pathlib.Path(environ["TRANSFUSE_KEEPER_DIR"]).parent == pathlib.Path(mounts["keepers"])
         assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_every_field_of_the_manifest_fits_the_schemas_of_kubernetes() -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate (22 MB of schemas)")
+    for one in manifest():
+        for version in ("1.29", "1.33"):
+            schemas.validate(one, version, strict=True)
 
 
 # --------------------------------------------------------------------------------------------------- a confined keeper
@@ -191,6 +192,117 @@ def test_a_keeper_as_the_unit_confines_it(keepers: pathlib.Path) -> None:
                 os.kill(pid, signal.SIGTERM)
                 _, err, code = again.end()
                 assert code == 0, err
+
+
+def _allowed(*sets: str) -> set[str]:
+    """The system calls of these sets of systemd's, those of the sets in them included."""
+    found, left, seen = set[str](), list(sets), set[str]()
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        done = subprocess.run(["systemd-analyze", "syscall-filter", name], capture_output=True, text=True, check=True)
+        words = [line.strip() for line in done.stdout.splitlines()[1:] if not line.strip().startswith("#")]
+        left += [word for word in words if word.startswith("@")]
+        found |= {word for word in words if not word.startswith("@")}
+    return found
+
+
+@pytest.mark.soak
+def test_the_filter_of_system_calls_has_all_that_a_keeper_calls(keepers: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """It takes commits, saves them, serves them, for which it imports torch, and drains."""
+    if missing := [name for name in ("strace", "systemd-analyze") if shutil.which(name) is None]:
+        pytest.skip(f"needs {' and '.join(missing)}")
+    settings, calls, saved = unit(), tmp_path / "calls", tmp_path / "saved"
+    saved.mkdir()
+    assert settings["SystemCallFilter"] == ["@system-service", "~@privileged"]
+    allowed = _allowed("@system-service") - _allowed("@privileged")
+    environ = {
+        "TRANSFUSE_KEEPER_DIR": str(keepers),
+        "TRANSFUSE_KEEPER_START": "0",
+        "TRANSFUSE_RUN": "job",
+        "SAVED": str(saved),
+        "OMP_NUM_THREADS": "1",
+    }
+    if os.geteuid() == 0:
+        os.chown(keepers, 0, 0)
+    arguments = settings["ExecStart"][0].replace("%i", "job").split()[1:]
+    traced = ["strace", "-f", "-qq", "-o", str(calls)]
+    program = [sys.executable, str(HELPERS / "service_worker.py"), str(MIB)]
+    with (
+        Running(*arguments, under=traced, environ=environ) as keeper,
+        Running(command=program, environ=environ, feeds=True) as worker,
+    ):
+        assert worker.line() == "begins after step 0: 0"
+        assert [worker.ask("commit") for _ in range(2)] == ["committed"] * 2
+        until(lambda: list(saved.glob("step-2-gen-*/step.json")))
+        (run,) = keepers.iterdir()
+        assert worker.ask(str(run)) == "fetched step 2: 2"
+        os.kill(int((run / "lock").read_text()), signal.SIGTERM)
+        _, err, code = keeper.end()
+        assert code == 0, err
+        worker.end()
+    called = set(re.findall(r"^\d+ +(\w+)\(", calls.read_text(), re.MULTILINE))
+    assert {"fsync", "memfd_create", "accept4", "futex"} <= called
+    assert called - allowed == set()
+
+
+@pytest.fixture
+def volume() -> Iterator[pathlib.Path]:
+    """A volume of a pod, as kubelet makes it: open to all."""
+    made = pathlib.Path(f"/tmp/keep-volume-{os.getpid()}")
+    made.mkdir()
+    made.chmod(0o777)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
+
+
+def test_two_containers_of_a_pod_as_the_manifest_has_them(volume: pathlib.Path) -> None:
+    """Its commands, variables, user and volume; each in a namespace of pids of its own, with a read-only root."""
+    pod = manifest()[1]["spec"]["template"]["spec"]
+    (sidecar,), user = pod["initContainers"], pod["securityContext"]["runAsUser"]
+    (mount,) = [one["mountPath"] for one in sidecar["volumeMounts"] if one["name"] == "keepers"]
+    environ = {entry["name"]: entry["value"].replace(mount, str(volume)) for entry in sidecar["env"]}
+    environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    container = ["unshare", "--pid", "--fork", "--kill-child", *as_user(user, writable=[volume], read_only=True)]
+    program = [sys.executable, str(HELPERS / "service_worker.py"), str(MIB)]
+
+    def inside(container: Running) -> int:
+        (pid,) = [pid for pid, line in container.alive().items() if not line.startswith("unshare")]
+        return pid
+
+    def probe() -> int:
+        command = [sys.executable, "-c", "from transfuse.cli import main; main()"]
+        arguments = sidecar["livenessProbe"]["exec"]["command"][1:]
+        done = subprocess.run(
+            as_user(user, *command, *arguments), env=os.environ | environ, capture_output=True, timeout=SECONDS
+        )
+        return done.returncode
+
+    with Running(*sidecar["command"][1:], under=container, environ=environ) as keeper:
+        keeper.line()
+        assert stat.S_IMODE((volume / "keepers").stat().st_mode) == 0o700
+        assert (volume / "keepers").stat().st_uid == user
+        assert probe() == 0
+        with Running(under=container, command=program, environ=environ, feeds=True) as trainer:
+            assert trainer.line() == "begins after step 0: 0"
+            assert [trainer.ask("commit") for _ in range(2)] == ["committed"] * 2
+            # It is killed, and kubelet starts it again in the same pod.
+            os.kill(inside(trainer), signal.SIGKILL)
+            trainer.end()
+        with Running(under=container, command=program, environ=environ, feeds=True) as trainer:
+            assert trainer.line() == "begins after step 2: 2"
+            assert trainer.ask("commit") == "committed"
+            os.kill(inside(keeper), signal.SIGTERM)
+            _, err, code = keeper.end()
+            assert code == 0, err
+            assert "was told to end" in err
+            assert probe() == 1
+            assert trainer.ask("commit") == "skipped"
+            trainer.end()
 
 
 def _check(keepers: pathlib.Path) -> subprocess.CompletedProcess[str]:

@@ -37,7 +37,7 @@ class HostJob:
         self.out.mkdir()
         self._command = command(self.out)
 
-    def start(self, host: int, nodes: str, namespace: int | None = None, port: int = PORT) -> None:
+    def start(self, host: int, nodes: str, namespace: int | None = None, port: int = PORT, ranks: int = 2) -> None:
         where = host if namespace is None else namespace
         keepers = self._directory / f"k{host}"
         shutil.rmtree(keepers, ignore_errors=True)  # What a keeper that was lost with its host had noted.
@@ -54,7 +54,7 @@ class HostJob:
         }
         command = [
             *("ip", "netns", "exec", self._hosts.namespace(where), sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", nodes, "--nproc-per-node", "2", "--max-restarts", "5", "--rdzv-backend", "c10d"),
+            *("--nnodes", nodes, "--nproc-per-node", str(ranks), "--max-restarts", "5", "--rdzv-backend", "c10d"),
             *("--rdzv-endpoint", f"{self._hosts.address(0)}:{port}", "--rdzv-id", "kept"),
             *("--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", self._hosts.address(where)),
             *self._command,
@@ -64,14 +64,20 @@ class HostJob:
                 command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=self._directory
             )
 
-    def lose(self, host: int) -> None:
-        """Kill everything of a host at once: agent, workers, keeper."""
-        mine = str(self._directory / f"k{host}")
+    def lose(self, *hosts: int) -> None:
+        """Kill everything of these hosts at once: agents, workers, keepers."""
+        mine = [f"TRANSFUSE_KEEPER_DIR={self._directory / f'k{host}'}\0".encode() for host in hosts]
+        found = []
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if f"TRANSFUSE_KEEPER_DIR={mine}\0".encode() in path.read_bytes():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
-        self._agents.pop(host).wait()
+                environment = path.read_bytes()
+                if any(one in environment for one in mine):
+                    found.append(int(path.parent.name))
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for host in hosts:
+            self._agents.pop(host).wait()
 
     def keeper_status(self, host: int) -> dict[str, Any]:
         (path,) = (self._directory / f"k{host}").glob("*/socket")
@@ -92,21 +98,27 @@ class HostJob:
         raise AssertionError("\n".join(path.read_text()[-3000:] for path in self._directory.glob("log*")))
 
     def close(self) -> None:
-        for host in list(self._agents):
-            self.lose(host)
+        self.lose(*self._agents)
 
     def wait(self) -> None:
         for host, agent in self._agents.items():
             assert agent.wait(timeout=300) == 0, (self._directory / f"log{host}").read_text()[-4000:]
 
+    def step(self) -> int:
+        """The step that rank 0 has done."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.out / "step 0").read_text())
+        return 0
+
     def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: self.step() >= step)
+
+    def wait_for(self, fact: Callable[[], bool], pause: float = 0.05) -> None:
         until = time.monotonic() + 200
-        while time.monotonic() < until:
-            with contextlib.suppress(OSError, ValueError):
-                if int((self.out / "step 0").read_text()) >= step:
-                    return
-            time.sleep(0.05)
-        raise AssertionError("\n".join(path.read_text()[-3000:] for path in self._directory.glob("log*")))
+        while not fact():
+            if time.monotonic() > until:
+                raise AssertionError("\n".join(path.read_text()[-3000:] for path in self._directory.glob("log*")))
+            time.sleep(pause)
 
     @property
     def starts(self) -> list[dict[str, Any]]:

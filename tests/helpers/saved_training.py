@@ -1,7 +1,8 @@
 """A training whose steps are saved: FSDP2 with BatchNorm, AdamW, a loader and random numbers, on any number of ranks.
 
-``saved_training.py FOLDER NOTES STEPS PAUSE`` is a worker under torchrun. All ranks see the same batch, and the number
-of ranks is a power of two: so the end does not depend on how many there are.
+``saved_training.py FOLDER NOTES STEPS PAUSE KIND`` is a worker under torchrun. With the kind "same" all ranks see the
+same batch, and the number of ranks is a power of two: so the end does not depend on how many there are. With the kind
+"own" each rank has batches, random numbers and statistics of its own, and so has its end.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from transfuse.testing.ranks import announce
 __all__ = ["SAVE_EVERY", "train"]
 
 SAVE_EVERY = 3
+#: A save takes some tenths of a second: so it can be seen, and lost, under way.
+RATE = 200e3
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -40,22 +43,26 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(
-    rank: int, folder: str, notes: str, steps: int, pause: float = 0.0, run: str | None = None
+    rank: int, folder: str, notes: str, steps: int, pause: float = 0.0, run: str | None = None, kind: str = "same"
 ) -> tuple[int | None, str]:
     """Train to the end. Returns the step that was restored, and a digest of all that the training has made."""
     torch.set_num_threads(1)
     model, optimizer = build()
     data = [torch.randn(16) for _ in range(60)]
-    loader = transfuse.Loader(data, 8, rank=0, ranks=1)  # type: ignore[arg-type]
+    is_own = kind == "own"
+    me, ranks = (rank, dist.get_world_size()) if is_own else (0, 1)
+    loader = transfuse.Loader(data, 8, rank=me, ranks=ranks)  # type: ignore[arg-type]
     losses = torch.zeros(steps)
     parts = {"model": model, "optimizer": optimizer, "loader": loader, "losses": losses}
-    state = {**parts, "rng": transfuse.RNG(shared=True)}
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
+    state = {**parts, "rng": transfuse.RNG(shared=not is_own)}
+    torch.manual_seed(1 + me)
+    random.seed(1 + me)
+    np.random.seed(1 + me)
     if not folder:
         return None, _train(rank, model, optimizer, loader, losses, notes, 0, steps, pause, None)
-    keep = transfuse.keep(state, directory=folder, save_every=SAVE_EVERY, run=run, timeout=60)
+    keep = transfuse.keep(
+        state, directory=folder, save_every=SAVE_EVERY, run=run, timeout=60, max_bytes_per_second=RATE
+    )
     restored = keep.restore()
     found = None if restored is None else int(restored)
     with open(pathlib.Path(notes) / "starts", "a") as file:
@@ -102,10 +109,10 @@ def _train(
     return result.hexdigest()
 
 
-def main(folder: str, notes: str, steps: str, pause: str) -> None:
+def main(folder: str, notes: str, steps: str, pause: str, kind: str) -> None:
     dist.init_process_group("gloo", init_method="transfuse://")
     rank = dist.get_rank()
-    _, end = train(rank, folder, notes, int(steps), float(pause))
+    _, end = train(rank, folder, notes, int(steps), float(pause), kind=kind)
     (pathlib.Path(notes) / f"end {rank}").write_text(end)
     dist.barrier()
     dist.destroy_process_group()

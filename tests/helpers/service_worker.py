@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pathlib
 import sys
 
@@ -12,7 +13,8 @@ import transfuse
 
 logging.basicConfig(format="%(message)s", stream=sys.stderr)
 model = {"w": torch.zeros(int(sys.argv[1]) // 4)}
-keep = transfuse.keep(model, timeout=60)
+directory = os.environ.get("SAVED")
+keep = transfuse.keep(model, timeout=60, directory=directory, save_every=2 if directory else None)
 step = keep.restore() or 0
 print(f"begins after step {step}: {model['w'][0].item():g}", flush=True)
 for word in map(str.strip, sys.stdin):

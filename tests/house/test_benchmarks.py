@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks import bf16, callbacks, keeper, loopback, pending, planning, resharding
+from benchmarks import bf16, callbacks, keeper, loopback, pending, planning, resharding, saving, storage, tls
 from benchmarks.compare import command, machine, plot, run, table
 from benchmarks.compare.cases import cases
 from benchmarks.compare.checks import differences, digests
@@ -333,6 +334,46 @@ def test_the_keeper(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) 
     assert {"commit, with digests", "commit, declared shared", "restore", "restore, verified"} <= set(
         written["medians"]
     )
+
+
+@pytest.fixture
+def keepers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks choose a directory for keepers of their own."""
+    monkeypatch.setenv("TRANSFUSE_KEEPER_DIR", "replaced")
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("keepers")
+def test_storage(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "storage.json"
+    arguments = ["--mib", "12", "--runs", "1", "--directory", str(tmp_path), "--json", str(path)]
+    assert storage.main(arguments) == 0
+    assert "of torch.load(mmap=True)" in capsys.readouterr().out
+    found = {(one["what"], one["way"]): one for one in json.loads(path.read_text())["medians"]}
+    assert {("write", "a keeper's save"), ("write", "dd"), ("read", "keep.restore()"), ("read", "dcp.load")} <= set(
+        found
+    )
+    assert all(one["seconds"] > 0 for one in found.values())
+    assert [one.name for one in tmp_path.iterdir()] == ["storage.json"]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("keepers")
+def test_saving(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "saving.json"
+    assert saving.main(["--mib", "16", "--runs", "1", "--directory", str(tmp_path), "--json", str(path)]) == 0
+    assert "where dd costs" in capsys.readouterr().out
+    assert {"step", "step_while_saving", "cost", "cost_of_dd"} <= set(json.loads(path.read_text())["saving"])
+
+
+@pytest.mark.processes
+def test_tls(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    path = tmp_path / "tls.json"
+    assert tls.main(["--mib", "4", "--runs", "1", "--json", str(path)]) == 0
+    assert "of the rate of Python's ssl" in capsys.readouterr().out
+    assert json.loads(path.read_text())["reached"] > 0
 
 
 @pytest.mark.soak

@@ -30,7 +30,8 @@ import transfuse
 from keeping import SECONDS, Home, Job, home, threaded, until  # noqa: F401
 from transfuse._errors import StateError, UnsupportedLeaf
 from transfuse._keeper import client
-from transfuse.dcp import KeeperReader, KeeperWriter
+from transfuse._keeper.storage import Storage
+from transfuse.dcp import DirectoryReader, KeeperReader, KeeperWriter
 from transfuse.testing.exact import differences
 from transfuse.testing.ranks import Fleet
 
@@ -93,7 +94,9 @@ def state(seed: int) -> dict[str, Any]:
 
 def save(rank: int, directory: str, hosts: int) -> None:
     host(rank * hosts // dist.get_world_size())
-    keep = transfuse.keep(run="dcp", replicas=0, timeout=SECONDS)
+    kept = pathlib.Path(directory, "kept")
+    kept.mkdir(exist_ok=True)
+    keep = transfuse.keep(run="dcp", replicas=0, timeout=SECONDS, directory=kept, save_every=4)
     assert KeeperReader(keep).newest_step() is None
     writer = KeeperWriter(keep)
     dcp_save(state(3), storage_writer=writer, checkpoint_id=f"{directory}/step-3")
@@ -103,6 +106,7 @@ def save(rank: int, directory: str, hosts: int) -> None:
     future.result()
     for step in (3, 4):
         dcp_save(state(step), checkpoint_id=f"{directory}/{step}")
+    until(lambda: [label.step for label in Storage.at(kept).labels()] == [4])
     keep.detach()
 
 
@@ -121,6 +125,14 @@ def load(rank: int, directory: str, hosts: int) -> None:
         assert ours["plain"]["a.b"] is plain
         assert ours["grid"] is sharded
         assert ours["values"]["random"] == np.random.default_rng(step).bit_generator.state
+    # Without a keeper, by any number of ranks: each opens the directory.
+    ours, theirs, files = state(0), state(0), DirectoryReader(f"{directory}/kept")
+    dcp_load(ours, storage_reader=files)
+    dcp_load(theirs, checkpoint_id=f"{directory}/4")
+    assert not differences(ours, theirs)
+    assert files.step == ours["step"] == 4
+    with pytest.raises(CheckpointException, match="has no step 5 that is whole; steps there: 4"):
+        dcp_load(state(0), storage_reader=files, checkpoint_id=5)
     missing = [("step-77", "cannot load step 77; steps that they hold: [3, 4]"), ("latest", "has no number")]
     for name, text in missing:
         with pytest.raises((CheckpointException, ValueError), match=re.escape(text)):

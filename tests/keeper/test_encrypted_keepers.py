@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,44 @@ def test_a_keeper_that_does_not_encrypt_replicates_with_nobody_that_does(
         until(lambda: "the keeper of host 1" in caplog.text and "it was started without tls=" in caplog.text)
         until(lambda: "encrypts, and this end does not: give both the same tls=" in caplog.text)
         assert home.status("a")["confirmed_step"] is None
+        job.all(lambda keep: keep.detach())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("other", "told", "says"),
+    [
+        (
+            lambda: tls(ca="foreign"),
+            "has a certificate that is not from a CA in ",
+            "the certificate of this end is not from a CA that it knows",
+        ),
+        (
+            lambda: tls("DNS:stranger", accepts=["localhost"]),
+            "has a certificate for stranger, and names= allows only spiffe://tests/job, localhost",
+            "does not accept this end, which has a certificate for stranger: see names= there",
+        ),
+        (lambda: tls(days=-1), "has a certificate that has expired", "the certificate of this end has expired"),
+    ],
+    ids=["foreign CA", "wrong name", "expired"],
+)
+def test_a_keeper_that_is_not_trusted_gets_nothing_and_both_say_why(
+    home: Home,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    other: Callable[[], TLS],
+    told: str,
+    says: str,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="transfuse")
+    home.start("a", tls=tls())
+    home.start("b", tls=other())
+    states = [{"w": torch.zeros(500)} for _ in range(2)]
+    with Job(2) as job:
+        job.start(same(*states), [{"run": "a", "tls": tls()}, {"run": "b", "tls": other()}])
+        assert job.commit(1)
+        until(lambda: "the keeper of host 1" in caplog.text and told in caplog.text)
+        until(lambda: says in caplog.text)
+        assert [home.status(host)["confirmed_step"] for host in "ab"] == [None, None]
         job.all(lambda keep: keep.detach())
 
 

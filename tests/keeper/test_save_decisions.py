@@ -22,6 +22,7 @@ class Simulated:
         self.at = 0
         self.held: dict[int, bool] = {}
         self.concluded: Label | None = None
+        self.is_over = False
 
     def candidate(self) -> Label | None:
         least = -1 if self.concluded is None else self.concluded.step
@@ -42,7 +43,7 @@ class Simulated:
     def state(self) -> SaveState:
         candidate = self.candidate()
         whole = candidate is not None and self.held[candidate.step]
-        return SaveState(1, candidate, whole, Label(1, self.at) if self.at else None)
+        return SaveState(1, candidate, whole, Label(1, self.at) if self.at else None, self.is_over)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -61,9 +62,7 @@ def test_one_step_at_a_time_is_saved_that_all_hosts_hold_whole_and_there_is_alwa
         heard = [number for number in range(count) if chance.random() < 0.8]
         states = {}
         for number in heard:
-            told = decisions.concluded
-            known = hosts[number].concluded
-            hosts[number].concluded = told if known is None or (told is not None and told > known) else known
+            hosts[number].concluded = decisions.concluded
             states[number] = hosts[number].state()
         before = decisions.saving
         decisions.hear(states)
@@ -77,6 +76,16 @@ def test_one_step_at_a_time_is_saved_that_all_hosts_hold_whole_and_there_is_alwa
             decisions.end(well=chance.random() < 0.8)
     assert len(saved) > 2, (saved, decisions.missed)
     assert saved[-1].step > max(host.at for host in hosts) / 3, "there is always another one"
+    # The job ends with a step that all hosts commit.
+    last = Label(1, (max(host.at for host in hosts) // every + 1) * every)
+    for host in hosts:
+        host.at, host.held[last.step], host.is_over = last.step, True, True
+    for _ in range(3 * last.step):
+        for host in hosts:
+            host.concluded = decisions.concluded
+        decisions.hear(dict(enumerate(host.state() for host in hosts)))
+        decisions.end(well=True)
+    assert decisions.ended == last, "the last one is saved, whatever was leapt over"
 
 
 def test_nothing_is_decided_without_all_hosts() -> None:
@@ -104,6 +113,24 @@ def test_what_a_host_has_passed_is_given_up_and_the_leap_grows_while_hosts_are_f
         decisions.hear({0: SaveState(1, None, False, at), 1: SaveState(1, None, False, beyond)})
     assert leaps == [0, 1, 3, 1, 0]
     assert decisions.missed == 5
+
+
+def test_what_was_leapt_over_has_another_chance_when_nobody_commits_any_more() -> None:
+    decisions, at = SaveDecisions(2), Label(1, 60)
+    decisions.hear({0: SaveState(1, Label(1, 57), True, at), 1: SaveState(1, at, True, at)})
+    assert (decisions.saving, decisions.concluded) == (None, at)
+    ended = SaveState(1, None, False, at, is_over=True)
+    decisions.hear({0: ended, 1: SaveState(1, None, False, at)})
+    assert decisions.concluded == at
+    decisions.hear({0: ended, 1: ended})
+    assert decisions.concluded is None
+    decisions.hear({0: SaveState(1, Label(1, 57), True, at, True), 1: SaveState(1, at, True, at, True)})
+    assert (decisions.saving, decisions.concluded) == (None, Label(1, 57))
+    decisions.hear(dict.fromkeys((0, 1), SaveState(1, at, True, at, True)))
+    assert decisions.saving == at
+    decisions.end(well=False)
+    decisions.hear(dict.fromkeys((0, 1), SaveState(1, None, False, at, True)))
+    assert (decisions.saving, decisions.concluded, decisions.ended) == (None, at, at)
 
 
 # ---------------------------------------------------------------------------------------------------- who writes what

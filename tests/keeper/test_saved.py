@@ -198,11 +198,11 @@ def test_a_damaged_step_is_named_and_the_next_older_one_is_used(
     assert exact(target, one)
     (record,) = caplog.records
     text = record.getMessage()
-    assert f"{tmp_path}/step-7-gen-1 is damaged: 2 leaves of rank 0 differ" in text
+    assert f"{tmp_path}/step-7-gen-1/rank-0.slot is damaged: 2 leaves differ" in text
     assert "['model']['b']" in text
     assert text.endswith("Step 6 is used instead")
     untouched = blank(one)
-    with pytest.raises(StateError, match="step-7-gen-1 is damaged"):
+    with pytest.raises(StateError, match=r"step-7-gen-1/rank-0.slot is damaged"):
         transfuse.fetch(url, untouched, step=7)
     assert exact(untouched, blank(one))
 

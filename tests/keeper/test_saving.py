@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, threaded, until  # noqa: F401
+from saving import flip, seal
 from transfuse._errors import StateError, TransfuseError
 from transfuse._keeper import save_leader, saving, writing_mark
 from transfuse._keeper.frames import KeeperLost
@@ -250,10 +253,77 @@ def test_a_damaged_step_is_named_and_the_next_older_one_is_taken(
             assert path.name in said
         if what == "a bundle":
             assert "['bn']" in said
+            assert re.search(rf"restored step 1 from storage {folder} in .* s: at least 1 steps after it", said)
         # What was restored stays, and the damaged one does not count.
         train(job, targets, 5)
         until(lambda: 5 in saved(home))
         assert {Label(1, 1), Label(2, 5)} <= set(Storage.at(folder).labels())
+
+
+def test_it_is_said_how_many_steps_are_lost_if_a_keeper_has_noted_what_it_held(
+    home: Home,  # noqa: F811
+    folder: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keeper, states = home.start(), [state_of(0, 0)]
+    with Job(1, directory=folder, save_every=2) as job:
+        job.start(same(*states))
+        train(job, states, 1, 2)
+        until(partial(is_saved, home, 2))
+        train(job, states, 3)
+        keeper.drain()
+        assert home.ended(keeper)
+        home.start()
+    with Job(1, directory=folder) as job:
+        job.start(same(*states))
+        assert job.restore() == 2
+    assert re.search(r"restored step 2 from storage .* s: at least 1 steps after it are lost", caplog.text)
+
+
+def test_what_comes_from_storage_is_compared_with_its_digests_whatever_verify_says(
+    home: Home,  # noqa: F811
+    folder: pathlib.Path,
+) -> None:
+    """And it has digests, though commits without ``verify`` hash nothing that is shared."""
+    keeper, states = home.start(), [state_of(0, 0) for _ in range(2)]
+    options: dict[str, Any] = {"directory": folder, "save_every": 1, "verify": False, "shared": True}
+    with Job(2, **options) as job:
+        job.start(same(*states))
+        for step in (1, 2):
+            for state in states:
+                fill([state], step)
+            job.commit(step)
+            until(partial(is_saved, home, step))
+    lose(home, keeper)
+    (path,) = [one for one in (folder / "step-2-gen-1").glob("*.slot") if one.stat().st_size > 12000]
+    flip(path, path.stat().st_size - 10)
+    with Job(2, **options) as job:
+        job.start(same(*states))
+        assert job.restore() == 1
+        assert exact(states, [state_of(0, 1)] * 2)
+
+
+@pytest.mark.parametrize("what", ["step.json", "rank-0.slot"])
+def test_what_fetch_finds_behind_many_damaged_steps_restore_finds_too(
+    home: Home,  # noqa: F811
+    folder: pathlib.Path,
+    what: str,
+) -> None:
+    """More of them than a keeper tells at once: a job that could go on does, and so does a reader."""
+    save_two(home, folder, 1)
+    shutil.rmtree(folder / "step-2-gen-1")
+    for step in range(2, 14):
+        torn = folder / f"step-{step}-gen-1"
+        shutil.copytree(folder / "step-1-gen-1", torn)
+        seal(torn / "step.json", step=step)
+        (torn / what).write_bytes((torn / what).read_bytes()[:-1])
+    target = state_of(9, 0)
+    assert transfuse.fetch(f"file://{folder}", target).step == 1
+    target = state_of(9, 0)
+    with Job(1, directory=folder) as job:
+        job.start(same(target))
+        assert job.restore() == 1
+        assert exact(target, state_of(0, 1))
 
 
 def test_a_run_that_has_only_damaged_steps_does_not_begin_at_0(home: Home, folder: pathlib.Path) -> None:  # noqa: F811
@@ -523,6 +593,41 @@ def test_disks_of_their_own_hold_what_their_hosts_have(home: Home, tmp_path: pat
         (error,) = job.errors(lambda keep: keep.restore())
         assert isinstance(error, StateError)
         assert f"rank-{int(lost == 'b')}.slot cannot be read" in str(error)
+
+
+def _counts(disk: pathlib.Path, step: int) -> bool:
+    return Label(1, step) in Storage.at(disk).labels()
+
+
+def test_damage_on_the_disk_of_another_host_is_named_and_the_older_step_is_taken(
+    home: Home,  # noqa: F811
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The keeper there compares what it serves: no byte of it reaches a rank."""
+    disks = {host: tmp_path / host for host in "ab"}
+    for disk in disks.values():
+        disk.mkdir()
+    keepers = {host: home.start(host) for host in "ab"}
+    states = [state_of(rank, 0) for rank in range(2)]
+    with Job(2, save_every=1, replicas=0) as job:
+        job.start(same(*states), [{"run": host, "directory": disks[host]} for host in "ab"])
+        for step in (1, 2):
+            train(job, states, step)
+            for disk in disks.values():
+                until(partial(_counts, disk, step))
+    lose_hosts(home, *keepers.values())
+    for host in "ab":
+        home.start(host)
+    path = disks["a"] / "step-2-gen-1" / "rank-0.slot"
+    flip(path, path.stat().st_size - 10)
+    targets = [state_of(9, 0) for _ in range(2)]
+    with Job(2, replicas=0) as job:
+        # The hosts have changed places: rank 0 is on the second one.
+        job.start(same(*targets), [{"run": "b", "directory": disks["b"]}, {"run": "a", "directory": disks["a"]}])
+        assert job.restore() == 1
+        assert exact(targets, [state_of(rank, 1) for rank in range(2)])
+    assert f"{path} is damaged: 2 leaves differ from their digests: ['bn'], ['shared']" in caplog.text
 
 
 def test_the_memory_of_one_host_and_the_storage_of_the_other_make_a_step_whole(

@@ -279,10 +279,10 @@ def test_the_oldest_candidate_stays_until_it_is_concluded(host: Host) -> None:
     assert host.books.is_saveable(Label(1, 2))
     for rank in (0, 1):
         assert host.restored(rank, Label(1, 2), ["plain"]) == {"plain": ("equal", 2)}
-    host.books.conclude(Label(1, 2))
+    host.books.concluded = Label(1, 2)
     # Those that came meanwhile were overwritten like any other step.
     assert host.books.candidate() == Label(1, 6)
-    host.books.conclude(Label(1, 7))
+    host.books.concluded = Label(1, 7)
     assert host.books.candidate() is None
     run_step(host, 9)
     assert host.books.candidate() is None
@@ -352,7 +352,7 @@ def test_whatever_happens_the_newest_confirmed_step_can_be_restored(seed: int, h
                 assert host.restored(one, held, list(committed[held, one])) == committed[held, one]
         held = candidate if candidate is not None and host.books.is_saveable(candidate) else None
         if held is not None and rng.random() < 0.1:
-            host.books.conclude(held)
+            host.books.concluded = held
             held = None
         confirmed = host.books.confirmed
         if confirmed is not None:

@@ -63,6 +63,8 @@ class Bundles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
             raise ValueError("the columns of a table of bundles have different lengths")
         if any(column and len(column) != size * rows for column, size in later):
             raise ValueError("the columns of a table of bundles have different lengths")
+        if rows and self.nbytes.min() < 0:
+            raise ValueError("a table of bundles has one of a negative size")
 
     def __len__(self) -> int:
         return len(self.mode_column)

@@ -22,7 +22,7 @@ import torch
 
 from transfuse._errors import TransfuseError
 from transfuse._keeper import copying, fingerprints
-from transfuse._keeper.bundle_table import NO_DIGEST, Bundles, StoragePlaces
+from transfuse._keeper.bundle_table import COMPARED, NO_DIGEST, Bundles, StoragePlaces
 from transfuse._keeper.copying import StateMemory
 from transfuse._keeper.slot_file import PAGE, SlotView
 from transfuse._memory import blocks, device_copies, streams

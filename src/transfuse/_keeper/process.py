@@ -136,7 +136,7 @@ class Keeper:
         #: How many ranks are being given slots.
         self._laying = 0
         self.ring = Ring(self)
-        self.saver = Saver(self.changed, self.books, self.tls)
+        self.saver = Saver(self.changed, self.books, self.tls, self._all_closed)
         #: What the directory says about the run, in case that the directory is deleted.
         self._note = b""
         with suppress(FileNotFoundError):

@@ -85,7 +85,7 @@ class Lent(_KeeperMessage):
 
 
 class SaveRound(_KeeperMessage):
-    """Leader: candidates up to ``concluded`` are done with. Answered by ``SaveState``."""
+    """Leader: candidates up to ``concluded`` are done with; it goes back when the job has ended. ``SaveState``."""
 
     generation: int
     concluded: Label | None
@@ -101,6 +101,8 @@ class SaveState(_KeeperMessage):
     is_whole: bool
     #: The newest step that a rank of this host has come to.
     reached: Label | None
+    #: Whether all ranks of this host have closed: it commits no more.
+    is_over: bool = False
 
 
 class SaveBegin(_KeeperMessage):

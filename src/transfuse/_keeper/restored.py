@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,9 +43,6 @@ class Compared(msgspec.Struct, array_like=True, frozen=True):
     boxes: list[bytes]
 
 
-#: The address and the length of bytes in this process.
-Run: TypeAlias = tuple[int, int]
-
 _text = msgspec.msgpack.Decoder(Text)
 
 
@@ -61,28 +58,16 @@ class RestoredState:
     addresses: Ints
     of_storage: Ints
 
-    def damaged(self, seen: dict[Run, bytes] | None = None) -> list[str]:
+    def damaged(self) -> list[str]:
         """Paths of the leaves whose bytes have changed since the commit. Empty also if no digests were kept.
 
-        Those of what belongs to the rank alone begin with ``rank_state``. ``seen``: the digests that were computed
-        for other ranks, by where the bytes lie; those of this rank are added.
+        Those of what belongs to the rank alone begin with ``rank_state``.
         """
-        known, seen = self.bundles.digests, {} if seen is None else seen
-        wanted = [number for number in np.unique(self.of_storage).tolist() if known and known[number] != NO_DIGEST]
-        runs = dict(zip(wanted, self._runs(wanted), strict=True))
-        new = [number for number in wanted if runs[number] not in seen]
-        found = digests_at(self.addresses[new], self.bundles.nbytes[new], self.state.files)
-        seen.update(zip(self._runs(new), found, strict=True))
-        wrong = [number for number in wanted if seen[runs[number]] != known[number]]
-        return self.all_leaves_of(wrong)
+        return self.all_leaves_of([number for _, number in _wrong_bundles([self])])
 
     def all_leaves_of(self, bundles: Sequence[int]) -> list[str]:
         """As `leaves_of`, with those of what belongs to the rank alone."""
         return self.leaves_of(bundles) + [f"rank_state{path}" for path in self._own_leaves_of(bundles)]
-
-    def _runs(self, bundles: Sequence[int]) -> list[Run]:
-        """Where these bundles lie in this process: address and length."""
-        return list(zip(self.addresses[bundles].tolist(), self.bundles.nbytes[bundles].tolist(), strict=True))
 
     def leaves_of(self, bundles: Sequence[int]) -> list[str]:
         """Paths of the leaves that have bytes in these bundles."""
@@ -187,27 +172,34 @@ def damage(states: Sequence[RestoredState], where: str, part: tuple[int, int] = 
     ``where``: the folder of the files. ``part``: this process looks at the i-th of n parts of the bundles: the others
     look at the rest.
     """
-    # Several ranks' states have bundles in common.
-    found = {
-        int(one.addresses[number]): (one, number)
-        for one in states
-        for number, digest in enumerate(one.bundles.digests)
-        if digest != NO_DIGEST
-    }
-    index, parts = part
-    chosen = [found[address] for address in sorted(found)][index::parts]
-    addresses = np.array([one.addresses[number] for one, number in chosen], dtype=np.int64)
-    sizes = np.array([one.bundles.nbytes[number] for one, number in chosen], dtype=np.int64)
-    files = list({id(file): file for one in states for file in one.state.files}.values())
     wrong: dict[int, set[str]] = {}
-    for (one, number), digest in zip(chosen, digests_at(addresses, sizes, files), strict=True):
-        if digest != one.bundles.digest(number):
-            wrong.setdefault(int(one.bundles.owners[number]), set()).update(one.all_leaves_of([number]))
+    for one, number in _wrong_bundles(states, part):
+        wrong.setdefault(int(one.bundles.owners[number]), set()).update(one.all_leaves_of([number]))
     return "; ".join(
         f"{where}/{file_name(owner)} is damaged: {len(leaves)} leaves differ from their digests: "
         f"{', '.join(sorted(leaves)[:10])}{', …' if len(leaves) > 10 else ''}"
         for owner, leaves in sorted(wrong.items())
     )
+
+
+def _wrong_bundles(states: Sequence[RestoredState], part: tuple[int, int] = (0, 1)) -> list[tuple[RestoredState, int]]:
+    """The bundles of which something is used, and whose bytes differ from their digests; of several that are the same
+    bytes one.
+    """
+    # Several ranks' states have bundles in common. All processes sort them alike, wherever they lie in each.
+    found = {
+        (int(one.bundles.owners[number]), one.bundles.keys[number], digest): (one, number)
+        for one in states
+        for number in np.unique(one.of_storage).tolist()
+        if (digest := one.bundles.digest(number)) not in (b"", NO_DIGEST)
+    }
+    index, parts = part
+    chosen = sorted(found)[index::parts]
+    addresses = np.array([one.addresses[number] for one, number in map(found.__getitem__, chosen)], dtype=np.int64)
+    sizes = np.array([one.bundles.nbytes[number] for one, number in map(found.__getitem__, chosen)], dtype=np.int64)
+    files = list({id(file): file for one in states for file in one.state.files}.values())
+    digests = digests_at(addresses, sizes, files)
+    return [found[key] for key, digest in zip(chosen, digests, strict=True) if key[2] != digest]
 
 
 def describe_slots(rank: int, slots: Mapping[int, SlotView]) -> RestoredState:

@@ -2,7 +2,8 @@
 
 Every host holds its oldest *candidate* (:mod:`.slot_policy`). One that is complete on all hosts is written. One that a
 host cannot have any more never will be: then all begin again beyond the newest step that anybody has reached, and
-further beyond it if some were faster than the word of it.
+further beyond it if some were faster than the word of it. What was leapt over gets another chance when all ranks have
+closed: nobody commits any more, and the job's last step must not be lost by a leap.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ class SaveDecisions:
         #: The step that is being written now; candidates up to the second are done with.
         self.saving: Label | None = None
         self.concluded: Label | None = None
+        #: The newest step that was saved or given up; and whether all hosts commit no more.
+        self.ended: Label | None = None
+        self.is_over = False
         #: Steps that could never be complete on all hosts, and those that were given up.
         self.missed = 0
         self.failed = 0
@@ -41,17 +45,23 @@ class SaveDecisions:
         self._judge_leap(states)
         if self.saving is not None or len(states) < self._hosts:
             return
+        if not self.is_over and all(state.is_over for state in states.values()):
+            self.is_over, self.concluded = True, self.ended
+            self._unaware.clear()
+            return
         candidates = {host: self._candidate_of(state) for host, state in states.items()}
         first = min((label for label in candidates.values() if label is not None), default=None)
         if first is None:
             return
         reached = max((state.reached for state in states.values() if state.reached is not None), default=first)
-        if any(self._lacks(state, candidates[host], first) for host, state in states.items()):
+        if all(candidates[host] == first and state.is_whole for host, state in states.items()):
+            self.saving = first
+        elif self.is_over:
+            self._conclude(first)
+        elif any(self._lacks(state, candidates[host], first) for host, state in states.items()):
             self.missed += 1
             self._conclude(Label(first.generation, max(first.step, reached.step) + self._leap - 1))
             self._unaware, self._is_short = set(range(self._hosts)), False
-        elif all(candidates[host] == first and state.is_whole for host, state in states.items()):
-            self.saving = first
 
     def _judge_leap(self, states: Mapping[int, SaveState]) -> None:
         """These have heard of the last leap. A host that was beyond it by then may have overwritten a step."""
@@ -82,7 +92,7 @@ class SaveDecisions:
             return
         self.failed += not well
         self._conclude(self.saving)
-        self.saving = None
+        self.ended, self.saving = self.saving, None
 
     def _conclude(self, label: Label) -> None:
         if self.concluded is None or label > self.concluded:

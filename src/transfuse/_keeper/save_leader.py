@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
@@ -56,12 +56,15 @@ _A = TypeVar("_A", bound=Answer)
 class Saver:
     """A keeper's part in saving, for its process: generation by generation."""
 
-    def __init__(self, changed: threading.Condition, books: Books, tls: TLS | None) -> None:
+    def __init__(
+        self, changed: threading.Condition, books: Books, tls: TLS | None, all_closed: Callable[[], bool]
+    ) -> None:
         """``changed``: the keeper's lock. The methods below do not wait for storage, unless they say so.
 
-        ``tls``: how it talks to the keepers of other hosts.
+        ``tls``: how it talks to the keepers of other hosts. ``all_closed``: whether all ranks of this host have closed;
+        called under the lock.
         """
-        self._changed, self._books, self._tls = changed, books, tls
+        self._changed, self._books, self._tls, self._all_closed = changed, books, tls, all_closed
         self._lock = threading.Lock()
         self._host: SavingHost | None = None
         self._leader: SaveLeader | None = None
@@ -99,7 +102,9 @@ class Saver:
                     mark.stop()
                 return
             leads = peers.index == 0
-            self._host = SavingHost(self._changed, self._books, self.steps, peers.rate, leads=leads)
+            self._host = SavingHost(
+                self._changed, self._books, self.steps, peers.rate, leads=leads, all_closed=self._all_closed
+            )
             self._host.saved, self._host.restored, self._host.mark = self._known, self._restored, mark
             if leads:
                 self._leader = SaveLeader(self._host, peers, self._tls)
@@ -147,7 +152,7 @@ class Saver:
         host = self._host
         if host is not None and self._peers is not None and question.generation == self._peers.generation:
             self._heard = question
-        return state_of(self._changed, self._books, question)
+        return state_of(self._changed, self._books, question, self._all_closed)
 
     def task(self) -> SaveTask:
         host = self._host
@@ -192,14 +197,16 @@ class Saver:
             host.join(until)
 
 
-def state_of(changed: threading.Condition, books: Books, question: SaveRound) -> SaveState:
+def state_of(
+    changed: threading.Condition, books: Books, question: SaveRound, all_closed: Callable[[], bool]
+) -> SaveState:
     """What this host has to save."""
     with changed:
-        if question.concluded is not None and question.generation == books.generation:
-            books.conclude(question.concluded)
+        if question.generation == books.generation:
+            books.concluded = question.concluded
         candidate = books.candidate()
         is_whole = candidate is not None and books.is_saveable(candidate)
-        return SaveState(books.generation, candidate, is_whole, books.reached())
+        return SaveState(books.generation, candidate, is_whole, books.reached(), all_closed())
 
 
 class SaveVisit:
@@ -257,7 +264,7 @@ class _OwnHost:
         self._task: SaveTask | None = None
 
     def hear(self, question: SaveRound) -> SaveState | None:
-        return state_of(self._host.changed, self._host.books, question)
+        return state_of(self._host.changed, self._host.books, question, self._host.all_closed)
 
     def order(self, question: SaveOrder | SaveLook) -> SaveProgress:
         if isinstance(question, SaveBegin):
@@ -362,9 +369,11 @@ class SaveLeader:
         if self._decisions.saving is not None:
             return True
         with self._host.changed:
-            candidate, concluded = self._host.books.candidate(), self._decisions.concluded
-            is_new = candidate is not None and (concluded is None or concluded < candidate)
-            waits = is_new and candidate is not None and self._host.books.is_saveable(candidate)
+            # What was leapt over has another chance when all have closed.
+            is_over = self._decisions.is_over or not self._host.all_closed()
+            concluded = self._decisions.concluded if is_over else self._decisions.ended
+            candidate = self._host.books.candidate_after(concluded)
+            waits = candidate is not None and self._host.books.is_saveable(candidate)
         now = time.monotonic()
         self._quiet_since = None if not waits else self._quiet_since or now
         return self._quiet_since is not None and now - self._quiet_since <= SAVE_LAST_SECONDS
@@ -429,7 +438,8 @@ class SaveLeader:
                     member.let_go()
             self._decisions.end(well=is_well)
             with self._host.changed:
-                self._host.books.conclude(label)
+                self._host.books.concluded = label
+            self._news.set()  # Until they hear of it, other hosts do not hold the next candidate.
         if is_well:
             self._tell(label, nbytes, time.monotonic() - began)
 

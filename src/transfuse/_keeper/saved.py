@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from transfuse._errors import SourcesDiffer, StateError, TransfuseError
 from transfuse._keeper.restored import (
     RestoredState,
-    Run,
+    damage,
     describe_slots,
     differing_leaves,
     manifest_in,
@@ -130,13 +130,8 @@ class SavedStep:
 
     def check_bytes(self, states: Mapping[int, RestoredState]) -> None:
         """Compare all bytes of these states with their digests."""
-        seen: dict[Run, bytes] = {}
-        for rank, state in states.items():
-            wrong = state.damaged(seen)
-            if wrong:
-                raise DamagedStep(
-                    f"{self} is damaged: {len(wrong)} leaves of rank {rank} differ from their digests: {_some(wrong)}"
-                )
+        if wrong := damage(list(states.values()), str(self)):
+            raise DamagedStep(wrong)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:

@@ -16,9 +16,11 @@ from transfuse._errors import TransfuseError
 from transfuse._keeper.frames import Held, Saves
 from transfuse._keeper.slot_file import Label, SlotView
 from transfuse._keeper.storage import Record, Storage, StorageTrouble, file_name, folder_of
+from transfuse._timeouts import Patience
 from transfuse._tuning import STORAGE_LOOK_SECONDS
 
-#: The newest steps that are looked at.
+#: How many steps are told: the newest of those of which some rank's state is here, and of those of which none is. A
+#: record that is damaged is named, and does not count.
 NEWEST = 8
 T = TypeVar("T")
 
@@ -107,25 +109,30 @@ class SavedSteps:
             # Also of steps that do not count: other hosts may have more of them.
             return labels, max((label.generation for label in labels + storage.unfinished()), default=0)
 
-        return self.within(self.saves.patience / 2, find)
+        return self.within(Patience(self.saves.patience).storage(restores=False), find)
 
     def look(self) -> FoundSteps:
         """What is there."""
         try:
-            return self.within(self.saves.patience / 4, self._look)
+            return self.within(Patience(self.saves.patience).storage(restores=True), self._look)
         except (TransfuseError, OSError, ValueError) as error:
             return FoundSteps(trouble=str(error))
 
     def _look(self) -> FoundSteps:
         storage, states, troubles = self.storage(), list[Held](), list[str]()
-        labels = storage.labels()
-        for label in labels[:NEWEST]:
+        labels, told = storage.labels(), {True: 0, False: 0}
+        for label in labels:
+            if told[True] == NEWEST:
+                break
             try:
                 record = storage.record(label)
                 present = storage.present(label, record)
                 whole = present if len(present) == record.world_size else self._whole(label, record, present)
             except (TransfuseError, ValueError) as error:
                 troubles.append(str(error))
+                continue
+            told[bool(whole)] += 1
+            if told[bool(whole)] > NEWEST:
                 continue
             for rank in range(record.world_size):
                 nbytes = record.files[file_name(rank)].nbytes

@@ -58,10 +58,20 @@ class SavingHost:
     """What all saves of one generation have in common, on one host."""
 
     def __init__(
-        self, changed: threading.Condition, books: Books, steps: SavedSteps, rate: float | None, *, leads: bool
+        self,
+        changed: threading.Condition,
+        books: Books,
+        steps: SavedSteps,
+        rate: float | None,
+        *,
+        leads: bool,
+        all_closed: Callable[[], bool],
     ) -> None:
-        """``changed``: the keeper's lock. ``rate``: bytes a second that may be written. ``leads``: for all hosts."""
-        self.changed, self.books, self.steps, self.leads = changed, books, steps, leads
+        """``changed``: the keeper's lock. ``rate``: bytes a second that may be written. ``leads``: for all hosts.
+
+        ``all_closed``: whether all ranks of this host have closed; called under the lock.
+        """
+        self.changed, self.books, self.steps, self.leads, self.all_closed = changed, books, steps, leads, all_closed
         self.rate = RateLimit(rate)
         self.stopped = threading.Event()
         #: The thread that carries out orders; one that hangs is not joined by a second one.

@@ -120,6 +120,8 @@ class SlotView:
 
     def contents(self) -> SlotContents | None:
         """What the slot holds; None if it holds nothing."""
+        if self.nbytes < PAGE:
+            return None
         head = bytes(self.memory[: _HEADER.size])
         (seal,) = _SEAL.unpack_from(self.memory, _HEADER.size)
         if seal != xxhash.xxh3_64_intdigest(head):

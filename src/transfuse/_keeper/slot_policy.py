@@ -320,22 +320,20 @@ class Books:
 
     def candidate(self) -> Label | None:
         """The oldest step of this generation that is, or may become, complete here, and is to be saved."""
-        labels = {kept.label for book in self._ranks.values() for kept in book.slots.values() if kept.label is not None}
-        return min((one for one in labels if self._may_be_saved(one) and not self._is_hopeless(one)), default=None)
+        return self.candidate_after(self.concluded)
 
-    def _may_be_saved(self, label: Label) -> bool:
-        if self.save_every is None or label.generation != self.generation or label.step % self.save_every:
-            return False
-        return self.concluded is None or label > self.concluded
+    def candidate_after(self, concluded: Label | None) -> Label | None:
+        """As `candidate`, if candidates up to another one were concluded."""
+        labels = {kept.label for book in self._ranks.values() for kept in book.slots.values() if kept.label is not None}
+        new = [one for one in labels if self._is_due(one) and (concluded is None or one > concluded)]
+        return min((one for one in new if not self._is_hopeless(one)), default=None)
+
+    def _is_due(self, label: Label) -> bool:
+        return self.save_every is not None and label.generation == self.generation and not label.step % self.save_every
 
     def _is_held(self, label: Label) -> bool:
         """Whether a step waits to be saved."""
-        return self._may_be_saved(label) and label == self.candidate()
-
-    def conclude(self, label: Label) -> None:
-        """Candidates up to this one need not be held any more."""
-        if self.concluded is None or label > self.concluded:
-            self.concluded = label
+        return self._is_due(label) and label == self.candidate()
 
     def is_saveable(self, label: Label) -> bool:
         """Whether all ranks of this host have committed a step of this generation, and nothing is missing."""

@@ -6,7 +6,8 @@
         step.json               the record, written last: it makes the step count, and names every file with its digest
 
 The record's digest covers the heads of the files, and a head the digests of its bundles: so a reader checks every byte
-that it uses, and no other. docs/storage.md is the format's page.
+that it uses, and no other. Who has written a directory is unknown: names, numbers and kinds of files are checked before
+they are used, and no symbolic link in it is followed. docs/storage.md is the format's page.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,17 +29,17 @@ import xxhash
 from transfuse._errors import TransfuseError
 from transfuse._keeper.bundle_table import NO_DIGEST
 from transfuse._keeper.slot_file import PAGE, Brief, Label, SlotView, head_of, round_up
+from transfuse._limits import Limits
 from transfuse._memory.blocks import digests_at
+from transfuse._sizes import MOST_RUNS
 from transfuse._state.region import Ints
 from transfuse._tuning import STORAGE_PIECE_BYTES
 
 FORMAT = 1
 RECORD_NAME, WRITER_NAME = "step.json", "writer.json"
-_FOLDER = re.compile(r"step-(\d{1,19})-gen-(\d{1,19})")
-_OURS = re.compile(r"(rank-\d+\.slot|step\.json)(\.[0-9a-f]+\.tmp)?")
-
-#: The most runs that the kernel takes in one call.
-MOST_RUNS = 1024
+_NUMBER = r"(0|[1-9]\d{0,17})"
+_FOLDER = re.compile(f"step-{_NUMBER}-gen-{_NUMBER}", re.ASCII)
+_OURS = re.compile(r"(rank-\d+\.slot|step\.json)(\.[0-9a-f]+\.tmp)?", re.ASCII)
 
 #: A piece of a file: runs of memory, one behind the other.
 Piece: TypeAlias = list[memoryview]
@@ -164,7 +166,7 @@ class Storage:
         """The record of a step. ``ValueError`` names the file if it is damaged."""
         path = self._path(label, RECORD_NAME)
         with self._reaching(f"{path} cannot be read"):
-            text = self._files.read(path)
+            text = self._read(path)
         try:
             record = _record.decode(text)
             if record.format != FORMAT:
@@ -213,6 +215,8 @@ class Storage:
         ``owners``: for each of the rank's bundles, the rank whose file has it. ``pace`` is called with the number of
         bytes after each piece; it may wait, or raise.
         """
+        if label_of(folder_of(label)) != label:
+            raise ValueError(f"step {label.step} of generation {label.generation} has no name that a folder may have")
         head, runs = _compact(label, view, brief, owners)
         path = self._path(label, file_name(brief.rank))
         with self._reaching(f"{path} cannot be written"):
@@ -249,7 +253,7 @@ class Storage:
         """Who has written here last; None if nobody has, or if that cannot be told any more."""
         try:
             with self._reaching(f"{WRITER_NAME} cannot be read"):
-                text = self._files.read(WRITER_NAME)
+                text = self._read(WRITER_NAME)
             return _writer.decode(text)
         except StorageTrouble as error:
             if isinstance(error.__cause__, FileNotFoundError):
@@ -263,6 +267,13 @@ class Storage:
         text = msgspec.json.format(msgspec.json.encode(writer))
         with self._reaching(f"{WRITER_NAME} cannot be written"):
             self._files.write(WRITER_NAME, [[memoryview(text)]])
+
+    def _read(self, path: str) -> bytes:
+        longest = Limits.from_environment().max_message_bytes
+        text = self._files.read(path, longest + 1)
+        if len(text) > longest:
+            raise OSError(errno.EFBIG, f"it has more than {longest} bytes (TRANSFUSE_MAX_MESSAGE_BYTES)")
+        return text
 
     def _path(self, label: Label, name: str) -> str:
         return f"{folder_of(label)}/{name}"
@@ -300,10 +311,17 @@ def _seal(text: bytes, digest: str) -> str:
 def _check_record(record: Record, label: Label) -> None:
     if record.label != label:
         raise ValueError(f"it is the record of step {record.step} of generation {record.generation}")
-    if {name: file.rank for name, file in record.files.items()} != {
-        file_name(rank): rank for rank in range(record.world_size)
-    }:
+    ranks = {file.rank for file in record.files.values() if 0 <= file.rank < record.world_size}
+    is_named = all(name == file_name(file.rank) for name, file in record.files.items())
+    if not is_named or not len(record.files) == len(ranks) == record.world_size:
         raise ValueError(f"it does not name one file for each of {record.world_size} ranks")
+    longest = Limits.from_environment().max_message_bytes
+    for name, file in record.files.items():
+        if not PAGE <= file.head_bytes <= min(file.nbytes, longest):
+            raise ValueError(
+                f"it gives {name} {file.head_bytes} bytes of its {file.nbytes} as head: at least {PAGE}, and at "
+                f"most {longest} (TRANSFUSE_MAX_MESSAGE_BYTES)"
+            )
 
 
 # ------------------------------------------------------------------------------------------------- what a file holds
@@ -393,7 +411,8 @@ class _Files(Protocol):
 
     def exists(self, path: str) -> bool: ...
 
-    def read(self, path: str) -> bytes: ...
+    def read(self, path: str, most: int) -> bytes:
+        """The first bytes of a file."""
 
     def open(self, path: str, most: int | None) -> int:
         """A descriptor of the file. ``most``: the number of bytes at its beginning that are needed; None: all."""
@@ -408,6 +427,8 @@ class _Files(Protocol):
 
 
 class _LocalFiles:
+    """Files in the folders of a directory. No symbolic link in it is followed: it may lead anywhere."""
+
     def __init__(self, root: str) -> None:
         self._root = root
 
@@ -417,38 +438,56 @@ class _LocalFiles:
     def tree(self) -> dict[str, set[str]]:
         found = {}
         for name in os.listdir(self._root):
-            if _FOLDER.fullmatch(name):
-                with suppress(FileNotFoundError, NotADirectoryError):  # Somebody removes steps meanwhile.
-                    found[name] = set(os.listdir(self._at(name)))
+            if label_of(name) is not None:
+                # Somebody removes steps meanwhile; or it is a file of this name, or a link.
+                with suppress(FileNotFoundError, NotADirectoryError, _LinkFound), self._folder(name) as folder:
+                    found[name] = set(os.listdir(folder))
         return found
 
     def sizes(self, folder: str) -> dict[str, int]:
         try:
-            with os.scandir(self._at(folder)) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+            with self._folder(folder) as fd, os.scandir(fd) as entries:
+                found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
         except FileNotFoundError:
             return {}
+        return {name: about.st_size for name, about in found if stat.S_ISREG(about.st_mode)}
 
     def exists(self, path: str) -> bool:
-        return os.path.lexists(self._at(path))
+        try:
+            with self._at(path) as (folder, name):
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
 
-    def read(self, path: str) -> bytes:
-        with open(self._at(path), "rb") as file:
-            return file.read()
+    def read(self, path: str, most: int) -> bytes:
+        with open(self.open(path, most), "rb") as file:
+            return file.read(most)
 
     def open(self, path: str, most: int | None) -> int:
-        return os.open(self._at(path), os.O_RDONLY | os.O_CLOEXEC)
+        with self._at(path) as (folder, name):
+            fd = _open(name, os.O_RDONLY | os.O_NONBLOCK, folder)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return fd
 
     def write(self, path: str, pieces: Iterable[Piece]) -> None:
-        target = self._at(path)
-        folder = os.path.dirname(target)
-        if os.path.dirname(path) and not os.path.isdir(folder):
-            with suppress(FileExistsError):  # Another host writes the same step.
-                os.mkdir(folder)
-            _settle(self._root)
+        folder = os.path.dirname(path)
+        if folder:
+            with self._folder("") as root:
+                try:
+                    os.mkdir(folder, 0o700, dir_fd=root)
+                    os.fsync(root)
+                except FileExistsError:  # Another host writes the same step.
+                    pass
+        with self._at(path) as (fd, name):
+            self._write(fd, name, pieces)
+
+    def _write(self, folder: int, name: str, pieces: Iterable[Piece]) -> None:
         # A name of its own: several hosts may write the same record at the same time.
-        new = f"{target}.{secrets.token_hex(4)}.tmp"
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        new = f"{name}.{secrets.token_hex(4)}.tmp"
+        fd = _open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
         try:
             try:
                 for piece in pieces:
@@ -456,37 +495,66 @@ class _LocalFiles:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            os.rename(new, target)
+            os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
-                os.unlink(new)
+                os.unlink(new, dir_fd=folder)
             raise
-        _settle(folder)
+        os.fsync(folder)
 
     def remove(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self._at(path))
-        _settle(os.path.dirname(self._at(path)))
+        with self._at(path) as (folder, name):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            os.fsync(folder)
 
     def remove_folder(self, folder: str) -> None:
+        with self._folder("") as root:
+            try:
+                os.rmdir(folder, dir_fd=root)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
+            os.fsync(root)
+
+    @contextmanager
+    def _at(self, path: str) -> Iterator[tuple[int, str]]:
+        """The descriptor of the folder that a file is in, and its name there."""
+        folder, name = os.path.split(path)
+        with self._folder(folder) as fd:
+            yield fd, name
+
+    @contextmanager
+    def _folder(self, name: str) -> Iterator[int]:
+        """A descriptor of a step's folder; without a name, of the directory itself. What is done in it is settled by
+        ``fsync``: it outlives a loss of power from there on.
+        """
+        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.rmdir(self._at(folder))
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise
-        _settle(self._root)
+            if name:
+                root, fd = fd, -1
+                try:
+                    fd = _open(name, os.O_RDONLY | os.O_NONBLOCK, root)
+                finally:
+                    os.close(root)
+            yield fd
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
-    def _at(self, path: str) -> str:
-        return os.path.join(self._root, path)
+
+class _LinkFound(OSError):
+    """A symbolic link where none is followed."""
 
 
-def _settle(folder: str) -> None:
-    """What has changed in a folder outlives a loss of power from here on."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _open(name: str, flags: int, folder: int) -> int:
+    """Open something in a folder, for this user alone if it is made. ``O_NONBLOCK``: a FIFO would never answer."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise _LinkFound(errno.ELOOP, f"{name} is a symbolic link, and transfuse follows none there") from error
 
 
 class _RemoteFiles:
@@ -519,7 +587,7 @@ class _RemoteFiles:
             paths = self._fs.find(self._root, maxdepth=2)
         for path in paths:
             folder, _, name = path.removeprefix(self._root).strip("/").rpartition("/")
-            if _FOLDER.fullmatch(folder):
+            if label_of(folder) is not None:
                 found.setdefault(folder, set()).add(name)
         return found
 
@@ -537,9 +605,9 @@ class _RemoteFiles:
             self._fs.invalidate_cache()
             return bool(self._fs.exists(self._at(path)))
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, most: int) -> bytes:
         with _as_oserror():
-            found: bytes = self._fs.cat_file(self._at(path))
+            found: bytes = self._fs.cat_file(self._at(path), end=most)
             return found
 
     def open(self, path: str, most: int | None) -> int:

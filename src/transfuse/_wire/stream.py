@@ -42,6 +42,7 @@ import numpy as np
 import torch
 
 from transfuse._memory.digest import Run
+from transfuse._sizes import MOST_RUNS
 from transfuse._tuning import SECURE_PIECE_BYTES, STREAM_MOST_BYTES, STREAM_MOST_SECONDS, STREAM_SLICE_SECONDS
 from transfuse._wire.framed import AnySocket
 from transfuse._wire.secure import Cipher, SecureSocket
@@ -56,7 +57,6 @@ _into_memory, _out_of_memory = _libc.preadv, _libc.pwritev
 for _call in (_into_memory, _out_of_memory):
     _call.restype, _call.argtypes = ctypes.c_ssize_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 
-MOST_RUNS = 1024
 #: Bytes that are dropped at a time.
 MOST_DROPPED = 1 << 20
 #: How many bytes are read of what a peer said before a write failed.

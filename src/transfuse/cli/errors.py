@@ -64,7 +64,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def _in_directory(path: Path) -> str:
     if not (path / ".metadata").is_file():
-        return "name a file in it"
+        return "no step is saved in it: name a file in it, or look again when one is"
     return (
         "it looks like a checkpoint of torch.distributed.checkpoint: make a file of it with "
         f"`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE.pt`"
