@@ -80,7 +80,7 @@ if typing.TYPE_CHECKING:
     from transfuse._tls import TLS
     from transfuse._transport import PGTransport
 
-__version__ = "0.15.0"
+__version__ = "0.16.0"
 
 __all__ = [
     "RNG",
