@@ -132,7 +132,7 @@ $(VLLM_STAMPS): .venv-vllm-%/.installed: pyproject.toml constraints.txt
 .PHONY: vllm
 vllm: $(VLLM_VERSIONS:%=vllm-%)
 vllm-%: .venv-vllm-%/.installed
-	$(<D)/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_claims.py
+	$(<D)/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_vllm_adapters.py tests/integrations/test_claims.py
 
 # Where there is no build of atheris, fuzzing is skipped with a reason.
 soak: $(STAMP)
