@@ -11,7 +11,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Tests start many processes: each would compile our modules again where bytecode may not be written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-fast test-group check docs bench peers soak compat format clean
+.PHONY: install demo test test-again test-fast test-group check docs bench peers soak compat format clean
 
 # Of what is installed, tests import a part: `--no-compile` leaves its bytecode to the first import.
 INSTALL := $(PIP) install --no-compile --no-warn-conflicts --constraint constraints.txt
@@ -55,6 +55,13 @@ $(WARM): $(STAMP)
 
 test: $(WARM)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# What failed in the last run, one after the other. More than a few are no accident: then this fails, too.
+FEW := 5
+test-again: $(WARM)
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --collect-only --quiet | grep -c :: \
+		| xargs -I COUNT test COUNT -le $(FEW)
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # What runs over streams also runs over the group's own connections, where no stream can be made.
 GROUP_TESTS := $(addprefix tests/,session remote keeper hostility end_to_end)
