@@ -368,6 +368,7 @@ class SaveLeader:
         if self._host.stopped.is_set():
             return False
         if self._decisions.saving is not None:
+            self._quiet_since = None  # What comes after it waits anew.
             return True
         with self._host.changed:
             # What was leapt over has another chance when all have closed.
