@@ -23,7 +23,7 @@ import transfuse
 from keeping import SECONDS, Home, Job, exact, home, keepers_in, same, threaded, until  # noqa: F401
 from saving import flip, seal
 from transfuse._errors import StateError, TransfuseError
-from transfuse._keeper import save_leader, saving, writing_mark
+from transfuse._keeper import save_leader, saving, storage, writing_mark
 from transfuse._keeper.frames import KeeperLost
 from transfuse._keeper.process import Keeper
 from transfuse._keeper.slot_file import Label
@@ -395,6 +395,19 @@ def test_a_full_disk_costs_a_warning_and_saving_goes_on_when_there_is_room(
         assert warnings(caplog)[1:] == ["rank 0: steps are saved again"]
 
 
+def hang(monkeypatch: pytest.MonkeyPatch, file: str) -> threading.Event:
+    """To open files of this name waits, as on a mount whose server is gone, until the event is set."""
+    answers, open_file = threading.Event(), storage._open
+
+    def open_when_it_answers(name: str, flags: int, folder: int) -> int:
+        if name == file:
+            answers.wait()
+        return open_file(name, flags, folder)
+
+    monkeypatch.setattr(storage, "_open", open_when_it_answers)
+    return answers
+
+
 def test_a_storage_that_never_answers_costs_no_commit(
     home: Home,  # noqa: F811
     folder: pathlib.Path,
@@ -404,7 +417,7 @@ def test_a_storage_that_never_answers_costs_no_commit(
     monkeypatch.setattr(save_leader, "SAVE_SILENCE_SECONDS", 0.3)
     home.start()
     states = [state_of(0, 0)]
-    os.mkfifo(folder / "writer.json")  # To open it waits for good, as on a mount whose server is gone.
+    answers = hang(monkeypatch, "writer.json")
     with Job(1, directory=folder, save_every=2, timeout=5) as job:
         job.start(same(*states))
         step = step_after(job, states, 0, lambda: warnings(caplog))
@@ -415,32 +428,24 @@ def test_a_storage_that_never_answers_costs_no_commit(
             fill(states, step)
             assert job.commit(step) == ["committed"]
         # It comes back: the thread that hung learns of it, and the next step is saved.
-        until(lambda: _has_written(folder / "writer.json"))
-        (folder / "writer.json").unlink()
+        answers.set()
         step_after(job, states, step, lambda: saved(home) and len(warnings(caplog)) > 1)
         assert warnings(caplog)[1:] == ["rank 0: steps are saved again"]
 
 
-def _has_written(fifo: pathlib.Path) -> bool:
-    """Whether somebody was waiting to read it."""
-    with suppress(OSError):
-        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
-        return True
-    return False
-
-
-def test_a_restore_from_storage_that_never_answers_says_so(home: Home, folder: pathlib.Path) -> None:  # noqa: F811
+def test_a_restore_from_storage_that_never_answers_says_so(
+    home: Home,  # noqa: F811
+    folder: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     save_two(home, folder, 1)
-    for path in folder.glob("*/step.json"):
-        path.unlink()
-        os.mkfifo(path)
+    answers = hang(monkeypatch, "step.json")
     with Job(1, directory=folder, timeout=4) as job:
         job.start(same(state_of(0, 0)))
         (error,) = job.errors(lambda keep: keep.restore())
         assert f"the directory {folder} has not answered" in str(error)
         assert "Nothing was touched" in str(error)
-    for path in folder.glob("*/step.json"):
-        _has_written(path)
+    answers.set()
 
 
 def test_two_jobs_on_one_directory_are_told_and_the_second_one_waits(

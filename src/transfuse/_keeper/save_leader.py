@@ -202,11 +202,14 @@ def state_of(
 ) -> SaveState:
     """What this host has to save."""
     with changed:
-        if question.generation == books.generation:
-            books.concluded = question.concluded
+        concluded, known, is_over = question.concluded, books.concluded, all_closed()
+        # It goes back only when the job has ended: a leader that was started again has not concluded anything yet.
+        is_news = known is None or (concluded is not None and concluded > known)
+        if question.generation == books.generation and (is_news or is_over):
+            books.concluded = concluded
         candidate = books.candidate()
         is_whole = candidate is not None and books.is_saveable(candidate)
-        return SaveState(books.generation, candidate, is_whole, books.reached(), all_closed())
+        return SaveState(books.generation, candidate, is_whole, books.reached(), is_over)
 
 
 class SaveVisit:
@@ -367,6 +370,7 @@ class SaveLeader:
         if self._host.stopped.is_set():
             return False
         if self._decisions.saving is not None:
+            self._quiet_since = None  # What comes after it waits anew.
             return True
         with self._host.changed:
             # What was leapt over has another chance when all have closed.

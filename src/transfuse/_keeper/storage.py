@@ -6,8 +6,8 @@
         step.json               the record, written last: it makes the step count, and names every file with its digest
 
 The record's digest covers the heads of the files, and a head the digests of its bundles: so a reader checks every byte
-that it uses, and no other. Who has written a directory is unknown: names, numbers and kinds of files are checked before
-they are used, and no symbolic link in it is followed. docs/storage.md is the format's page.
+that it uses, and no other. Nobody knows who has written a directory: names, numbers and kinds of files are checked
+before they are used, and no symbolic link in it is followed. docs/storage.md is the format's page.
 """
 
 from __future__ import annotations
