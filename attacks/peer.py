@@ -88,7 +88,7 @@ MANIFEST_FIELDS = (
 OFFER_FIELDS = (
     "step", "parcel_bytes", "burst_bytes", "staged_bytes", "bursts_ahead", "timeout", "digests", "routes",
     "max_bytes_per_second", "manifest", "digest", "likeness", "coordinates",
-    "connections", "host", "structure", "values", "content",
+    "connections", "host", "structure", "values", "history", "content",
 )  # fmt: skip
 
 WANT_FIELDS = (
@@ -142,6 +142,7 @@ def offer(described: list[Any] | None = None, *, nbytes: int = 2 * PARCEL, **cha
         "host": 0,
         "structure": structure(described),
         "values": None,
+        "history": False,
         "content": b"",
     } | changes
     return [plain[name] for name in OFFER_FIELDS]

@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import transfuse
+from benchmarks.compare import machine
 from device import phantom
 
 MIB = 1 << 20
@@ -130,7 +129,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=1.5, help="seconds of a step (default 1.5)")
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn (default 3)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each kind (default 3)")
-    parser.add_argument("--json", type=Path, help="add what was found to the list in this file")
+    parser.add_argument("--json", type=Path, help="add what was found to this file")
     given = parser.parse_args()
     rank, load = os.environ.get("RANK"), os.getloadavg()[0]
     if given.ranks > 1 and rank is None:
@@ -146,15 +145,10 @@ def main() -> None:
         if rank in (None, "0"):
             print(_line(found[-1]), flush=True)
     if given.json is not None and rank in (None, "0"):
-        machine = {"date": date.today().isoformat(), "cores": os.cpu_count(), "python": platform.python_version()}
-        about = machine | {
-            "torch": torch.__version__,
-            "transfuse": transfuse.__version__,
-            "rate_mib": given.rate,
-            "load": load,
-        }
-        before = json.loads(given.json.read_text()) if given.json.exists() else []
-        given.json.write_text(json.dumps([*before, *(about | one for one in found)], indent=1) + "\n")
+        about = machine.about("benchmarks.slow_copies", sys.argv[1:], load)
+        before = json.loads(given.json.read_text())["found"] if given.json.exists() else []
+        about["found"] = [*before, *({"rate_mib": given.rate, "load": load} | one for one in found)]
+        given.json.write_text(json.dumps(about, indent=1) + "\n")
     if rank is not None:
         dist.destroy_process_group()
 

@@ -73,9 +73,9 @@ class TransfuseError(Exception):
     def __str__(self) -> str:
         text = super().__str__()
         if self.received:
-            text += f"\nreceived: {len(self.received)} leaves; missing: {_some(self.missing)}"
+            text += f"\nreceived: {len(self.received)} leaves; missing: {some_of(self.missing)}"
         if self.torn:
-            text += f"\ntorn: {len(self.torn)} target leaves may hold a mix of old and new values: {_some(self.torn)}"
+            text += f"\ntorn: {len(self.torn)} target leaves may hold a mix of old and new values: {some_of(self.torn)}"
         return text
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -83,8 +83,9 @@ class TransfuseError(Exception):
         return _restore, (type(self), self.args, {**self.__dict__, "partial": None, "report": None})
 
 
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:10]) + (", …" if len(paths) > 10 else "")
+def some_of(leaves: Sequence[str]) -> str:
+    """The first ten paths, for an error message."""
+    return f"{', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}"
 
 
 def _restore(cls: type[TransfuseError], args: tuple[object, ...], attributes: dict[str, object]) -> TransfuseError:
@@ -149,7 +150,8 @@ class TornState(StateError):
         self.leaves = tuple(leaves)
         super().__init__(
             f"the last receive of this transport failed and left {len(self.leaves)} leaves half-written "
-            f"({_some(self.leaves)}): receive successfully before sending, or make a new PGTransport for another state"
+            f"({some_of(self.leaves)}): receive successfully before sending, or make a new PGTransport for another "
+            "state"
         )
 
 

@@ -187,6 +187,7 @@ class Report:
             self.count(source, nbytes, parcels, "group")
             self.patch_bytes += nbytes
             self.patched_bytes += patched_bytes
+            self.verified = self.verified or self.bytes == self.patch_bytes
 
     def reuse(self, what: str) -> None:
         """Record that something made for an earlier transfer was used again."""

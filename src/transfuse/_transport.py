@@ -170,6 +170,8 @@ class PGTransport:
         self._lanes = Pool(self._group, allowed=self._options.streams, tls=self._options.tls or None)
         weakref.finalize(self, self._lanes.close)
         self._remembered = Remembered()
+        #: Which entry of a served state this sends: states of one structure have a history each.
+        self.entry: str | None = None
         self._report: Report | None = None
         #: Target leaves that a failed receive left half-written. Until a receive succeeds, it does not send.
         self._torn: tuple[str, ...] = ()
@@ -400,8 +402,10 @@ class PGTransport:
         its ``install()`` writes them and returns the state. The ``state_dict`` callback is called before. Until
         everything is here, start no other receive from the same ranks.
         """
+        if wait is True:
+            return self.receive(src_rank, step=step, resume=resume)
         _arguments.check_flags(wait=wait)
-        return self.receive(src_rank, step=step, resume=resume) if wait else self._ahead(src_rank, step, resume)
+        return self._ahead(src_rank, step, resume)
 
     def _ahead(
         self, src_rank: SupportsIndex | Sequence[SupportsIndex], step: SupportsIndex | None, resume: Partial | None
@@ -539,7 +543,8 @@ class PGTransport:
         except BaseException as error:
             if receive.result:
                 self._torn = ()  # The caller stopped after everything had arrived.
-                if (request.target is not None or request.late is not None) and not request.hold:
+                writes = not request.hold and not request.only_compares
+                if (request.target is not None or request.late is not None) and writes:
                     error.add_note("everything had arrived before this error: the targets hold the new state, whole")
             else:
                 receive.account_for(error)
@@ -548,11 +553,11 @@ class PGTransport:
         finally:
             receive.close()
         (found,) = receive.result
+        report.version = version_of(report.step, receive.contents.values())
         if isinstance(found, HeldState):
             found.remember = receive.roster.accepted.remember if not failed else found.remember
             return found
         self._torn = ()
-        report.version = version_of(report.step, receive.contents.values())
         if not failed:
             receive.roster.accepted.remember()
         return found
@@ -680,6 +685,7 @@ class PGTransport:
             partial(content.of, described, self._seconds),
             sent_before=known,
             remembered=self._remembered,
+            history=self._remembered.history_of(self.entry) if options.history else None,
             lanes=self._lanes,
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import weight_sync
+from transfuse._state.whole_file import write_whole
 from transfuse.testing.ranks import Fleet
 
 HELPER = pathlib.Path(weight_sync.__file__)
@@ -63,7 +64,7 @@ def rounds(folder: pathlib.Path, count: int, seed: int, kills: float) -> dict[st
         engines = [Engine(folder) for _ in range(2)]
         stack.callback(kill_all, engines)
         for step in range(1, count + 1):
-            (folder / f"go {step}").write_text("go")
+            write_whole(folder / f"go {step}", "go")
             due = []
             for i, one in enumerate(engines):
                 if chosen.random() < 0.15:
@@ -93,7 +94,7 @@ def rounds(folder: pathlib.Path, count: int, seed: int, kills: float) -> dict[st
                 happened["patched"] += said["patched"] > 0
             if step > 1:
                 (folder / f"due {step - 1}").unlink()
-        (folder / f"go {count + 1}").write_text("end")
+        write_whole(folder / f"go {count + 1}", "end")
         for outcome in fleet.outcomes(60.0):
             outcome.get()
     return happened

@@ -32,7 +32,7 @@ class FakeKeeper:
     """What the ring uses of a keeper."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self.books = Books()
         self.freeing = Freeing()
         self.all_closed = False

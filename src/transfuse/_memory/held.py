@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from transfuse._errors import LimitExceeded, StateError
+from transfuse._errors import LimitExceeded, StateError, some_of
 from transfuse._memory import device_copies, packing, streams, vm
 from transfuse._memory.arena import reserve
 from transfuse._memory.building import Builder
@@ -48,6 +48,8 @@ class HeldLanding(Landing):
         #: How many bytes each takes, with room for items of any size.
         self._sizes = np.where(self.of_targets, -(-self.cut.nbytes // LARGEST_ITEM) * LARGEST_ITEM, 0)
         self._limits = supply.limits
+        #: Patches of parcels in the targets that are held in the place of these parcels.
+        self._patches: dict[int, Patch] = {}
         if not delta:
             self.check_room(~self.of_targets)
         there, here = int(self._sizes[self._there].sum()), int(self._sizes[~self._there].sum())
@@ -62,8 +64,6 @@ class HeldLanding(Landing):
         self._held = held
         #: Once everything is here: which parcels are not held, because the targets have them.
         self.kept: Bools = np.zeros(len(self.cut), dtype=bool)
-        #: Patches of parcels in the targets that are held in the place of these parcels.
-        self._patches: dict[int, Patch] = {}
         #: The digests of the parcels that a comparison has found in the targets: 16 bytes each.
         self._digests = np.zeros(len(self.cut), dtype=f"V{WIDE_BYTES}")
         self.begin()
@@ -78,7 +78,8 @@ class HeldLanding(Landing):
 
     def check_room(self, kept: Bools) -> None:
         """Raise if more has to be held than may be allocated. ``kept``: parcels that the targets have, or may have."""
-        fresh, aside = self.plan.memory.nbytes, int(self._sizes[~kept].sum())
+        patches = sum(len(patch.changes) for number, patch in self._patches.items() if kept[number])
+        fresh, aside = self.plan.memory.nbytes, int(self._sizes[~kept].sum()) + patches
         if fresh + aside > self._limits.max_receive_bytes:
             raise LimitExceeded(
                 f"{aside} bytes have to be held aside until they are installed, and {fresh} bytes arrive fresh: more "
@@ -218,13 +219,28 @@ class HeldLanding(Landing):
         self._patches.update({patch.number: patch for patch, good in zip(patches, right, strict=True) if good})
         return right
 
+    @property
+    def patched(self) -> Bools:
+        """Which parcels lie in the targets and have a patch that is held aside."""
+        result: Bools = np.zeros(len(self.cut), dtype=bool)
+        result[list(self._patches)] = True
+        return result
+
     def _unfold(self, number: int) -> None:
         """Hold a parcel in the place of its patch."""
-        buffer = torch.empty(int(self.cut.nbytes[number]), dtype=torch.uint8)
+        patch, buffer = self._patches.pop(number), torch.empty(int(self.cut.nbytes[number]), dtype=torch.uint8)
         packed = packing.pack(self.plan, self.cut, number, buffer)
-        apply(self._patches.pop(number).changes, bytes_of(packed))
+        apply(patch.changes, bytes_of(packed))
+        if wide_digest_of(packed) != patch.due:
+            raise StateError(
+                f"{some_of(self._leaves_of([number]))} changed while the rest arrived, and delta=True needs what they "
+                "had. Nothing was written; fetch again"
+            )
         packing.unpack(self, self.cut, number, packed)
         self.kept[number] = False
+
+    def _leaves_of(self, numbers: Sequence[int]) -> list[str]:
+        return self.plan.paths_of(sorted({extent.region for n in numbers for extent in self.cut.extents(n)}))
 
     def changed(self, seconds: float) -> list[str]:
         """Paths of the leaves in which parcels that were kept are no longer what they were."""
@@ -243,8 +259,7 @@ class HeldLanding(Landing):
         # An install that was interrupted may have applied some patches already.
         same = (found == self._digests[numbers]) | (found == self._due(numbers))
         differ = numbers[~same]
-        regions = {extent.region for number in differ.tolist() for extent in self.cut.extents(number)}
-        return self.plan.paths_of(sorted(regions))
+        return self._leaves_of(differ.tolist())
 
     def _due(self, numbers: Ints) -> WideDigests:
         """The digests of parcels in the targets once their patches are applied; without one as they were."""
@@ -277,7 +292,7 @@ class HeldLanding(Landing):
         """Copy what is held of a region to a place."""
         first = int(self._first[region])
         for number in range(first, int(np.searchsorted(self.cut.first, self.cut.first[first], side="right"))):
-            if number in self._patches:
+            if self.kept[number] and number in self._patches:
                 self._unfold(number)
             for extent in () if self.kept[number] else self.cut.extents(number):
                 run = self.run(*extent[:3]) if extent.region == region else None
@@ -299,11 +314,10 @@ class HeldLanding(Landing):
         patches = [patch for number, patch in self._patches.items() if self.kept[number]]
         right = apply_all(self.cut, plan, patches, seconds)
         if not right.all():
-            wrong = [patch.number for patch, good in zip(patches, right, strict=True) if not good]
-            leaves = plan.paths_of(sorted({extent.region for number in wrong for extent in self.cut.extents(number)}))
+            leaves = self._leaves_of([patch.number for patch, good in zip(patches, right, strict=True) if not good])
             raise StateError(
                 f"{len(leaves)} leaves were changed by somebody else while they were installed, and are neither old "
-                f"nor new now: {', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}; fetch them again"
+                f"nor new now: {some_of(leaves)}; fetch them again"
             )
 
     def _copy_runs(self, region: Ints, low: Ints, nbytes: Ints) -> None:

@@ -268,7 +268,7 @@ class Server:
                 control.send(Ready(), self._seconds)
                 with closing(server_end(control, self._seconds, self._meeting)) as stream:
                     self._streams.add(stream)
-                    self._send(stream, state, seen.step, seen.content_of(entry))
+                    self._send(stream, state, seen.step, seen.content_of(entry), entry)
 
     @contextmanager
     def _place(self, meanwhile: _Meanwhile) -> Iterator[None]:
@@ -279,10 +279,12 @@ class Server:
         finally:
             self._places.release()
 
-    def _send(self, stream: ServedStream, state: object, step: int | None, content: KnownContent) -> None:
+    def _send(
+        self, stream: ServedStream, state: object, step: int | None, content: KnownContent, entry: str | None
+    ) -> None:
         guard = _Guard(self._live.rwlock, self._seconds, lambda: self._cut)
         transport = self._transport(stream, progress=guard)
-        transport.remembered = self._remembered
+        transport.remembered, transport.entry = self._remembered, entry
         try:
             with transport:
                 transport.send([READER], lambda: state, step=step, content=content)

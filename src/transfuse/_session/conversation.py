@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from transfuse._errors import CorruptData
+from transfuse._errors import CorruptData, some_of
 from transfuse._session.incoming import Incoming
 from transfuse._session.movers import incoming_on
 from transfuse._session.receive_from_all import Receive
@@ -20,11 +20,6 @@ from transfuse._sizes import Sizes
 from transfuse._wire import messages
 from transfuse._wire.channel import Channel
 from transfuse._wire.messages import Offer
-
-
-def some_of(leaves: Sequence[str]) -> str:
-    """The first ten paths, for an error message."""
-    return f"{', '.join(leaves[:10])}{', …' if len(leaves) > 10 else ''}"
 
 
 class Conversation:

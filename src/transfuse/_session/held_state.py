@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transfuse._errors import StateError
+from transfuse._errors import StateError, some_of
 from transfuse._memory.building import Builder
 from transfuse._memory.held import HeldLanding
 from transfuse._memory.streams import devices_of
@@ -26,6 +26,8 @@ class HeldState:
         self._built = landing.build(self._builder)
         self._target = accepted.target
         self._outline = outline
+        #: Whether an install has begun to write.
+        self._began = False
         self._limits, self._seconds = context.limits, context.timeout
         #: Lets later receives use the plan again. Called when this one needs it no more.
         self.remember: Callable[[], None] = lambda: None
@@ -62,14 +64,16 @@ class HeldState:
         """Raise if what the targets had already is no longer there. No target is written."""
         changed = self._landing.changed(self._seconds)
         if changed:
+            done = "An install that failed has written some of them" if self._began else "Nothing was written"
             raise StateError(
                 f"{len(changed)} leaves have changed since they were compared with the source's, and delta=True "
-                f"has kept parts of them: {', '.join(changed[:10])}{', …' if len(changed) > 10 else ''}. Nothing "
-                "was written; fetch again, or change nothing of the target before install()"
+                f"has kept parts of them: {some_of(changed)}. {done}; fetch again, or change nothing of the "
+                "target before install()"
             )
 
     def install(self) -> None:
         """Write the targets."""
+        self._began = True
         try:
             self._landing.install(self._seconds)
         finally:

@@ -34,7 +34,9 @@ class GivenOut:
     def __init__(self, parcels: Parcels) -> None:
         #: Held by the conversation that asks.
         self.lock = threading.Lock()
-        self.nbytes = parcels.total_bytes
+        #: Threads count patches of different parcels.
+        self._counting, self._patch_bytes = threading.Lock(), 0
+        self.copy_bytes = parcels.total_bytes
         self._parcels = parcels
         self._ends = np.cumsum(parcels.nbytes)
         self._bytes: Bytes = np.empty(int(parcels.nbytes.sum()), dtype=np.uint8)
@@ -52,16 +54,28 @@ class GivenOut:
         if digest != known:
             end = int(self._ends[number])
             copy, new = self._bytes[end - int(self._parcels.nbytes[number]) : end], bytes_of(data)
-            self._before[number] = None
+            self._forget(number)
             if known is not None:
                 patch = patch_of(copy, new, item_of(self._parcels, number))
                 if patch is not None and len(patch) <= len(new) * KEPT_PART:
                     self._before[number] = known, patch
+                    with self._counting:
+                        self._patch_bytes += len(patch)
             copy[:] = new
             self._digests[number] = digest
         elif (before := self._before[number]) is not None:
             known, patch = before
         return digest, patch if patch is not None and held == known and held != digest else b""
+
+    def _forget(self, number: int) -> None:
+        before, self._before[number] = self._before[number], None
+        with self._counting:
+            self._patch_bytes -= 0 if before is None else len(before[1])
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory this takes: the copy, and patches for receivers that come late."""
+        return self.copy_bytes + self._patch_bytes
 
 
 class History:
@@ -89,7 +103,7 @@ class History:
 
     def _make_room(self, nbytes: int, most_bytes: int) -> bool:
         stay = {plan: (given, idle) for plan, (given, idle) in self._given.items() if idle <= MOST_IDLE}
-        held = sum(given.nbytes for given, _ in stay.values())
+        held = sum(given.copy_bytes for given, _ in stay.values())
         if (held or nbytes > MOST_TIMES * most_bytes) and held + nbytes > most_bytes:
             return False
         self._given = stay
@@ -97,6 +111,6 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """How much memory this takes, patches not counted."""
+        """How much memory this takes."""
         with self._lock:
             return sum(given.nbytes for given, _ in self._given.values())

@@ -69,7 +69,8 @@ class Accepted:
     @property
     def kept(self) -> Bools:
         """Which parcels lie in the targets since before this receive, and are right, if need be with their patches."""
-        kept: Bools = (self.ledger.kept & ~np.asarray(self.resumed)) | self.ledger.patched
+        patched = self.ledger.patched & self.landing.patched if isinstance(self.landing, HeldLanding) else False
+        kept: Bools = (self.ledger.kept & ~np.asarray(self.resumed)) | patched
         return kept
 
     def check_room(self) -> None:
@@ -198,7 +199,7 @@ def accept(
     except Exception as error:
         raise ProtocolError(peer, f"rank {peer} sent a malformed offer: {error}") from error
     ledger, resumed = _open_ledger(lands, request, context, changed)
-    return Accepted(
+    accepted = Accepted(
         described,
         parcel_bytes,
         build_context,
@@ -210,6 +211,8 @@ def accept(
         target,
         partial(_remember, context.remembered, key, mine, landing),
     )
+    accepted.check_room()
+    return accepted
 
 
 def _remember(remembered: Remembered, key: PlanKey | None, mine: Outline | None, landing: AsIs | Assembly) -> None:

@@ -8,10 +8,10 @@ from contextlib import closing, nullcontext
 
 import numpy as np
 
-from transfuse._errors import PeerLost, ProtocolError, SourceMutated
+from transfuse._errors import PeerLost, ProtocolError, SourceMutated, some_of
 from transfuse._phases import Phase
 from transfuse._plan.parcels import Parcels
-from transfuse._session.conversation import Conversation, some_of
+from transfuse._session.conversation import Conversation
 from transfuse._session.offers import describe, is_described, read_manifest
 from transfuse._sizes import Sizes
 from transfuse._state.manifest import Manifest

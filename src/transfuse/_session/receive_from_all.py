@@ -173,10 +173,34 @@ class Receive:
             held = held & ~accepted.landing.shares.covered_by(frozenset(readers))
         return held
 
+    def patches_from(self, rank: int) -> bool:
+        """Whether this source may send patches of what is here."""
+        request = self.roster.request
+        offer = self.negotiator.negotiation.offers.get(rank)
+        return offer is not None and offer.history and request.options.delta and not request.only_compares
+
+    def _to_compare(self, rank: int) -> Bools:
+        """Which parcels are compared with this source's.
+
+        Of several sources with a history each compares its part, the same part every time: there its history is.
+        """
+        roster, held = self.roster, self._shares[rank].held
+        others = [other for other in sorted(roster.present) if self.patches_from(other)]
+        if len(others) < 2 or rank not in others:
+            return held
+        covered = [roster.accepted.landing.shares.covered_by(frozenset([other])) for other in others]
+        count = np.sum(covered, axis=0)
+        # The parcels one after another, in equal parts: which of those that hold a parcel is to compare it.
+        turn = np.arange(len(held)) * count // max(len(held), 1)
+        before = np.sum(covered[: others.index(rank)], axis=0) if others.index(rank) else np.zeros(len(held), np.int64)
+        mine: Bools = held & ((before == turn) | (count == 0))
+        return mine
+
     def _find_task(self, rank: int, nbytes: float, compared: int) -> Fetch | Compare | Confirm | None:
         ledger = self.roster.accepted.ledger
-        numbers = ledger.take_uncompared(rank, compared, self._shares[rank].held)
+        numbers = ledger.take_uncompared(rank, compared, self._to_compare(rank))
         if len(numbers):
+            self._confirmed.discard(rank)
             return Compare(numbers)
         numbers = ledger.take(rank, nbytes, self._to_fetch(rank))
         if len(numbers):
@@ -206,7 +230,7 @@ class Receive:
             chosen = np.asarray(numbers, dtype=np.int64)
             roster.progress[rank].kept_bytes += ledger.bytes_of(chosen[same & (brought_by < 0)].tolist())
             roster.report.repaired += int((~same & (brought_by >= 0)).sum())
-            if patched.any():
+            if patch_bytes:
                 roster.report.patch(rank, patch_bytes, ledger.bytes_of(chosen[patched].tolist()), int(patched.sum()))
             for one in {rank, *np.unique(brought_by[brought_by >= 0]).tolist()}:
                 roster.progress[one].bytes = ledger.bytes_from(one)
@@ -378,7 +402,10 @@ class Receive:
         with self.roster.changed:
             # Parcels that an earlier receive left and that nobody has compared yet can still be resumed from.
             landed = accepted.ledger.landed | (accepted.ledger.uncompared & accepted.resumed)
+            kept = accepted.kept
         error.received, error.missing = accepted.landing.account(landed)
+        if isinstance(accepted.landing, HeldLanding):
+            landed = landed & ~kept  # They lie in the targets, and not in the memory that is resumed from.
         if landed.any() and not self._may_be_written_late():
             error.partial = Partial(
                 step=accepted.offer.step,

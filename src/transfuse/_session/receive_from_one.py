@@ -372,7 +372,7 @@ class _Tasks:
         conversation, count = self._conversation, len(numbers)
         with self._roster.phase(channel, Phase.COMPARE):
             pairs = conversation.pairs(numbers)
-            may_patch = self._offer.history and not self._roster.request.only_compares
+            may_patch = self._receive.patches_from(channel.peer)
             if not may_patch:  # Both ends hash at the same time.
                 channel.send(Message.COMPARE, messages.encode(messages.HeldParcels(pairs)))
             streams.complete(channel.timeout)  # Copies for the hash then have a deadline of their own.

@@ -85,8 +85,8 @@ class Remembered:
         self._sent: _Recent[bytes, bool] = _Recent(MAX_STRUCTURES)
         self._cuts: _Recent[Hashable, tuple[Parcels, int | None]] = _Recent(MAX_CUTS)
         self._structures: _Recent[bytes, Structure] = _Recent(MAX_STRUCTURES)
-        #: What the source last gave out, if it has ``history=1`` and receivers with ``delta``.
-        self.history = History()
+        #: What a source with ``history=1`` last gave out to receivers with ``delta``: of each entry of its state.
+        self._histories: dict[str | None, History] = {}
         self._plans: _Recent[PlanKey, tuple[Outline, ReusablePlan | Assembly]] = _Recent(MAX_PLANS)
 
     # -- at the source
@@ -118,6 +118,11 @@ class Remembered:
         with self._lock:
             self._cuts.put(key, made)
         return *made, False
+
+    def history_of(self, entry: str | None) -> History:
+        """What was given out of an entry of the state; None: of the whole."""
+        with self._lock:
+            return self._histories.setdefault(entry, History())
 
     # -- at the receiver
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from transfuse._errors import PeerError, ProtocolError, SourceMutated
+from transfuse._errors import PeerError, ProtocolError, SourceMutated, some_of
 from transfuse._memory import packing, streams
 from transfuse._memory.digest import WIDE_BYTES, Run, digest_of
 from transfuse._memory.mutation import MutationWatch
@@ -26,7 +26,7 @@ from transfuse._plan.wanted_blocks import regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report, routes_of
 from transfuse._session.connections import SourceLanes, check_wanted
-from transfuse._session.history import GivenOut
+from transfuse._session.history import GivenOut, History
 from transfuse._session.movers import outgoing_on
 from transfuse._session.outgoing import Outgoing, ParcelSupply
 from transfuse._session.relay import Chains, this_host
@@ -64,6 +64,8 @@ class OfferedState:
     #: Whether the transport has sent this structure before, and what it remembers of its earlier transfers.
     sent_before: bool = False
     remembered: Remembered = field(default_factory=Remembered)
+    #: What was given out of it before, if the source remembers that.
+    history: History | None = None
     #: The transport's lanes.
     lanes: Pool | None = None
     #: Digests of parcels that were sent, by the plan's fingerprint: each parcel is hashed once for all receivers.
@@ -498,12 +500,11 @@ class SourceEnd:
 
     def _blame(self, leaves: list[str], channel: Channel) -> None:
         own = self._channel.group.rank()
-        shown = ", ".join(leaves[:10]) + (", …" if len(leaves) > 10 else "")
         error = SourceMutated(
             -1 if own is None else own,
             leaves,
-            f"the source's tensors were changed while it sent them: {shown}. Nothing may step the optimizer or write "
-            "to the state before send_checkpoint has returned",
+            f"the source's tensors were changed while it sent them: {some_of(leaves)}. Nothing may step the "
+            "optimizer or write to the state before send_checkpoint has returned",
         )
         channel.refuse(error)
         raise error
@@ -535,8 +536,8 @@ class SourceEnd:
             streams.complete(channel.timeout)
             if told and not self._was_told:
                 self._was_told = True
-                remembered, most = self._offered.remembered, self._offered.total_bytes
-                self._given = remembered.history.of(self._plan_key, cut, most)
+                assert self._offered.history is not None
+                self._given = self._offered.history.of(self._plan_key, cut, self._offered.total_bytes)
             if self._given is None or not told:
                 answer = messages.Digests(b"".join(wide_digests_of(cut, self._memory, numbers, channel.timeout)))
             else:
@@ -559,7 +560,7 @@ class SourceEnd:
             self._report.bytes += nbytes
             self._report.patch_bytes += nbytes
             self._report.parcels += sum(1 for _, patch in found if patch)
-            self._report.history_bytes = self._offered.remembered.history.nbytes
+            self._report.history_bytes = 0 if self._offered.history is None else self._offered.history.nbytes
             self._report.route = routes_of(self._report.route, "group") if nbytes else self._report.route
             self._asked_bytes += nbytes
             self._progress.bytes += nbytes

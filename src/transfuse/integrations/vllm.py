@@ -341,7 +341,8 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
             # layers of which it has a part would be completed from the next update.
             self._finalize()
             raise
-        self.version = self.reports[-1].version if self.reports else None
+        told = [report.version for report in self.reports if report.version is not None]
+        self.version = told[-1] if told else transfuse.Version(update_info.round)
         logger.info(
             "round %d: %d weights, %d bytes in %d groups, %d bytes of other workers, %.2f s",
             update_info.round,
