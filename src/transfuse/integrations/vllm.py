@@ -295,6 +295,7 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
             self._reloading = self.model, self.model_config
 
     def finish_weight_update(self) -> None:
+        version, self.version = self.version, None
         self._finalize()
         if self._watched is not None:
             (weights, logs), self._watched = self._watched, None
@@ -305,6 +306,7 @@ class TransfuseWeightTransferEngine(WeightTransferEngine[TransfuseInitInfo, Tran
                     f"the model has kept {unseen[0]!r}, of which this worker had brought a part only: do not serve "
                     "this model until an update has succeeded; the next one brings this weight whole"
                 )
+        self.version = version
 
     def _finalize(self) -> None:
         if self._reloading is not None:
