@@ -69,8 +69,7 @@ def _reduction(holding: Holding) -> str:
 
 
 def _tensor(manifest: Manifest, row: int) -> list[Any]:
-    signs = int(manifest.tensors.flags[row]) & _SIGNS
-    return [values.dtype_name(manifest.dtype_of(row)), manifest.tensors.shape(row), signs]
+    return [values.dtype_name(manifest.dtype_of(row)), manifest.tensors.shape(row)]
 
 
 def _digests_of_tensors(described: Described, seconds: float) -> list[bytes]:
@@ -78,7 +77,7 @@ def _digests_of_tensors(described: Described, seconds: float) -> list[bytes]:
     tensors = described.manifest.tensors
     filled = np.flatnonzero(tensors.numel > 0)
     addresses = described.addresses[tensors.storage[filled]]
-    in_place = tensors.contiguous[filled] & (addresses > 0)
+    in_place = tensors.contiguous[filled] & (addresses > 0) & (tensors.flags[filled] & _SIGNS == 0)
     result = [b""] * len(tensors)
 
     runs = filled[in_place]
@@ -95,7 +94,7 @@ def _digests_of_tensors(described: Described, seconds: float) -> list[bytes]:
 
 def _packed(tensors: Iterable[torch.Tensor], seconds: float) -> Iterator[bytes]:
     """The same digests of tensors that are not one run of main memory."""
-    views = [_without_repetition(dense.raw(tensor)) for tensor in tensors]
+    views = [_without_repetition(dense.raw(tensor.resolve_conj().resolve_neg())) for tensor in tensors]
     item = np.array([view.element_size() for view in views], dtype=np.int64)
     nbytes = np.array([view.numel() for view in views], dtype=np.int64) * item
     nowhere = np.zeros(len(views), dtype=np.int64)

@@ -10,8 +10,10 @@ later still hold what was given out before that: for them the patch is kept besi
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Hashable
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,12 +22,18 @@ from transfuse._memory.digest import wide_digest_of
 from transfuse._memory.patches import Bytes, bytes_of, item_of, patch_of
 from transfuse._plan.parcels import Parcels
 
+#: A plan: the digest of the state's structure, and everything else that it depends on.
+Plan: TypeAlias = tuple[bytes, *tuple[Hashable, ...]]
+
+logger = logging.getLogger("transfuse")
+
 #: A patch is kept for later receivers if it is at most this part of its parcel.
 KEPT_PART = 1 / 8
 #: The largest plan that is remembered, in sizes of the state.
 MOST_TIMES = 2
-#: A plan makes room for another one when this many receivers with other plans have come since it was used.
-MOST_IDLE = 16
+#: A plan makes room for another one when this many receivers with other plans have come since it was used; at once if
+#: the state has changed its structure.
+MOST_IDLE = 8
 
 
 class GivenOut:
@@ -86,23 +94,33 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._has_warned = threading.Lock(), False
         #: By plan: what was given out, and how many receivers with other plans have come since one with this plan.
-        self._given: dict[Hashable, tuple[GivenOut, int]] = {}
+        self._given: dict[Plan, tuple[GivenOut, int]] = {}
 
-    def of(self, plan: Hashable, parcels: Parcels, most_bytes: int) -> GivenOut | None:
+    def of(self, plan: Plan, parcels: Parcels, most_bytes: int) -> GivenOut | None:
         """What was given out by a plan, to another receiver with this plan; None if there is no room for it."""
         with self._lock:
             given, _ = self._given.pop(plan, (None, 0))
             self._given = {other: (one, idle + 1) for other, (one, idle) in self._given.items()}
-            if given is None and not self._make_room(parcels.total_bytes, most_bytes):
+            if given is None and not self._make_room(plan, parcels.total_bytes, most_bytes):
+                if not self._has_warned:
+                    logger.warning(
+                        "transfuse: history=1 has no room for one more kind of receiver (other shards or types): "
+                        "such receivers get whole blocks until another kind has not come for a while"
+                    )
+                self._has_warned = True
                 return None
             given = given or GivenOut(parcels)
             self._given[plan] = given, 0
             return given
 
-    def _make_room(self, nbytes: int, most_bytes: int) -> bool:
-        stay = {plan: (given, idle) for plan, (given, idle) in self._given.items() if idle <= MOST_IDLE}
+    def _make_room(self, plan: Plan, nbytes: int, most_bytes: int) -> bool:
+        stay = {
+            other: (given, idle)
+            for other, (given, idle) in self._given.items()
+            if idle <= MOST_IDLE and other[0] == plan[0]
+        }
         held = sum(given.copy_bytes for given, _ in stay.values())
         if (held or nbytes > MOST_TIMES * most_bytes) and held + nbytes > most_bytes:
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +26,7 @@ from transfuse._plan.wanted_blocks import regions_in
 from transfuse._progress import Progress
 from transfuse._report import Report, routes_of
 from transfuse._session.connections import SourceLanes, check_wanted
-from transfuse._session.history import GivenOut, History
+from transfuse._session.history import GivenOut, History, Plan
 from transfuse._session.movers import outgoing_on
 from transfuse._session.outgoing import Outgoing, ParcelSupply
 from transfuse._session.relay import Chains, this_host
@@ -146,7 +146,7 @@ class SourceEnd:
         self._asked: Ints | None = None
         #: What was given out before by the receiver's plan, if this source remembers that.
         self._given: GivenOut | None = None
-        self._plan_key: Hashable = None
+        self._plan_key: Plan = (b"",)
         self._was_told = False
         self._rate_limit = RateLimit(None)
         #: How many other requests the receiver has sent.
