@@ -83,7 +83,7 @@ def trainer(address: str, values: int, step: float, width: float, runs: int) -> 
             for way in WAYS
         }
         _told({way: server.address for way, server in servers.items()}, TRAINER)
-        before = weights.bfloat16()
+        before, count = weights.bfloat16(), 0
         for _ in range(runs):
             with state.mutating():
                 weights += step * (2 * torch.rand(values, generator=generator) - 1)
@@ -97,7 +97,10 @@ def trainer(address: str, values: int, step: float, width: float, runs: int) -> 
                 started = time.process_time()
                 dist.barrier()
                 dist.barrier()
-                _told((time.process_time() - started, history[-1] if history else 0), TRAINER)
+                count += 1
+                while len(history) < count:  # A server reports when its reader has gone.
+                    time.sleep(0.001)
+                _told((time.process_time() - started, history[-1]), TRAINER)
 
 
 def engine(address: str, values: int, step: float, width: float, runs: int) -> None:
