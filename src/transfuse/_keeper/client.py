@@ -904,4 +904,4 @@ class Keep:
 
 def access_of(keep: Keep) -> restoring.Access:
     """How other modules of this room reach the keeper and the ranks of a ``Keep``, without a public name on it."""
-    return restoring.Access(keep.members, keep._link, keep._asking, keep._settings)
+    return restoring.Access(keep.members, keep._link, keep._asking, keep._seconds, keep._settings)

@@ -90,11 +90,8 @@ class Access(NamedTuple):
     #: None: the keeper is lost.
     link: KeeperLink | None
     asking: threading.RLock
+    seconds: float
     settings: KeepSettings
-
-    @property
-    def seconds(self) -> float:
-        return self.settings.timeout
 
     def ask(self, question: Any, expected: Any, seconds: float | None = None) -> tuple[Any, list[int]]:
         if self.link is None:
