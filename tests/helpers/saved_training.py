@@ -94,7 +94,11 @@ def _train(
         losses[step] = loss.detach()
         step += 1
         if keep is not None:
-            keep.commit(step)
+            report = keep.commit(step)
+            # Training waits for no slot; a job that wants its last step waits for one.
+            while step == steps and report.outcome == "skipped":
+                time.sleep(0.05)
+                report = keep.commit(step)
         if rank == 0:
             (pathlib.Path(notes) / f"step {rank}").write_text(str(step))
         if "TORCHELASTIC_RUN_ID" not in os.environ:
