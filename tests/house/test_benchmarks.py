@@ -295,7 +295,9 @@ def test_of_bf16_weights_only_what_has_changed_moves(
     moved = {way: one["moved_bytes"] for way, one in found["loopback"].items()}
     assert moved["whole"] == moved["by blocks"] == 1 << 19
     assert 0.02 * moved["whole"] < moved["sparse"] < 0.07 * moved["whole"]
-    assert [one["history_bytes"] for one in found["loopback"].values()] == [0, 0, 1 << 19]
+    held = {way: one["history_bytes"] for way, one in found["loopback"].items()}
+    assert held["whole"] == held["by blocks"] == 0
+    assert 1 << 19 <= held["sparse"] <= 9 << 16  # And at most an eighth for patches.
     said = capsys.readouterr()
     assert "of 262,144 bf16 values changed, in 4 of 4 blocks" in said.out
     assert "no limited link: not here" in said.err
