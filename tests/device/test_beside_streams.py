@@ -231,11 +231,11 @@ def test_a_source_whose_accelerator_freezes_midway_is_replaced_by_the_other(
 
     def work(rank: int, pg: Any) -> Any:
         if rank == 2:
-            return bits(receive(pg, [0, 1], 3.0, zeros(state("cpu"))))
-        return send(pg, 2, state(), 3.0)
+            return bits(receive(pg, [0, 1], 6.0, zeros(state("cpu"))))
+        return send(pg, 2, state(), 6.0)
 
     with DeviceRanks(3, cpu=cpu, eager=eager) as ranks:
-        frozen, other, received = ranks.outcomes(work, deadline=30.0)
+        frozen, other, received = ranks.outcomes(work, deadline=60.0)
         assert received.get() == exact()
         other.get()
         assert causes_of(frozen.error).keys() == {2}
